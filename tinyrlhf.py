@@ -1,0 +1,1351 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["numpy>=2.0", "numba>=0.60"]
+# ///
+"""RLHF with PPO in one file: from the first derivative to the memory table of four 7B models.
+
+Thesis: a language model is a policy whose actions are tokens. Score whole responses with a learnt
+reward, charge every token for its distance from a frozen reference, and climb the sum with clipped
+policy gradients. All of it is here, on NumPy arrays, and runs on a laptop in seconds.
+
+    python tinyrlhf.py             the demo: SFT, reward model, PPO, samples before and after
+    python tinyrlhf.py estimate    memory and seconds of the same four models at 7B
+
+Read from top to bottom; nothing is used before it is defined.
+
+    0  shared guards               6  rewards and advantages     11  the PPO update
+    1  autograd                    7  the two clipped losses     12  the training loop
+    2  transformer                 8  the KL controller          13  the exact answer
+    3  Adam, gradient clipping     9  SFT, reward-model losses   14  four models at 7B
+    4  log-probs, sampling        10  PPO's settings, rollout    15  demo, command line
+    5  masked mean, whitening, KL
+
+Names. B rows, P prompt tokens, N new tokens, T = P + N; D width, H heads, V vocabulary.
+
+    policy    pi         the model being trained; its actions are tokens
+    ref       pi_ref     the policy as it was before PPO, frozen; anchor of the KL
+    critic    V(s)       predicts the reward still to come after a prefix s
+    scores    (B,)       one number a response, from the reward model or any function
+    logp_old  (B, T-1)   log pi(a|s) as recorded while sampling
+    kl        (B, T-1)   logp_old - logp_ref: a signed sample; its sum is in nats per sequence
+    rewards   (B, T-1)   R_t = -beta * kl_t, plus the score on the last response token
+    advantages, returns  A_t from GAE, and the critic's target G_t = A_t + V_t; (B, T-1) each
+
+The shift. Everything per token is (B, T-1): index t is the action tokens[:, t+1], taken in the
+state tokens[:, :t+1]. Here P = 3, N = 4, and the response ends early:
+
+    column            0      1      2      3      4      5      6
+    tokens           the   film    was   great  <end>  <end>  <end>     the last two are padding
+    token_mask        0      0      0      1      1      0      0       (B, T), over tokens
+    t                     0      1      2      3      4      5
+    response_mask         0      0      1      1      0      0          (B, T-1) = token_mask[:, 1:]
+    rewards               0      0     R_2  R_3+score 0      0
+    values[:, 2] is V("the film was"), the state before the action "great" is taken
+
+Rows are left-aligned (prompt, response, padding), so causal attention never meets padding and no
+forward pass needs to know of it. Masks come from the sampler's own bookkeeping, never from ids.
+What this is not: a trainer for real models (no GPU, no half precision, no sharding), nor a ranking
+of methods. "The chapter" and "the lesson" are the two texts that README.md introduces.
+"""
+import argparse
+import contextlib
+import functools
+import hashlib
+import inspect
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections import namedtuple
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import numba
+import numpy as np
+
+# ======================================================== 0. shared guards
+# A user's mistake ends in one sentence with the numbers in it, before anything is changed.
+
+def as_float(x, name):
+    """Any real numbers -> a float32 or float64 array; ints, bools and float16 become float32."""
+    array = np.asarray(x)
+    if array.dtype.kind not in "buif":
+        raise TypeError(f"{name} has dtype {array.dtype}; real numbers are needed")
+    return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
+
+def as_ids(x, vocab_size, name):
+    """Token ids of any shape -> int64. NumPy wraps negative ids, numba checks none; this does."""
+    ids = np.asarray(x)
+    if ids.dtype.kind not in "ui":
+        raise TypeError(f"{name} has dtype {ids.dtype}; token ids are integers")
+    for bad in ids[(ids < 0) | (ids >= vocab_size)][:1]:
+        raise ValueError(f"{name} holds the id {bad}; the vocabulary is 0 to {vocab_size - 1}")
+    return ids.astype(np.int64, copy=False)
+
+def as_number(x, name, low=-math.inf, high=math.inf, above=False, whole=False):
+    """x itself if it is finite and low <= x <= high (low < x if above; an integer if whole)."""
+    kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+    if (not isinstance(x, kinds) or isinstance(x, bool) or not math.isfinite(x)
+            or not low <= x <= high or above and x == low):
+        kind, bound = "an integer" if whole else "a finite number", "above" if above else "from"
+        raise ValueError(f"{name} must be {kind} {bound} {low} to {high}, got {x!r}")
+    return x
+
+def shape_error(where, needed, **arrays):
+    """The sentence for arrays whose shapes do not fit together."""
+    shapes = ", ".join(f"{name} has shape {np.shape(x)}" for name, x in arrays.items())
+    return ValueError(f"{where}: {shapes}; needed: {needed}")
+
+def as_mask(x, name):
+    """A mask of zeros and ones, of any real dtype -> bool."""
+    numbers = as_float(x, name)
+    mask = np.ascontiguousarray(numbers, bool)
+    if not (mask == numbers).all():
+        raise ValueError(f"{name} holds something other than 0 and 1")
+    return mask
+
+def per_token(where, response_mask, like, **arrays):
+    """One shape (B, T-1), finite under a 0/1 mask -> bool mask, arrays in the dtype of `like`."""
+    mask = as_mask(response_mask, f"{where}: response_mask")
+    arrays = {name: as_float(x, f"{where}: {name}") for name, x in arrays.items()}
+    if mask.ndim != 2 or any(x.shape != mask.shape for x in arrays.values()):
+        raise shape_error(where, "one shape (B, T-1)", **arrays, response_mask=mask)
+    for name, x in arrays.items():
+        if not np.isfinite(x).all() and not np.isfinite(x[mask]).all():
+            place = tuple(np.argwhere(mask & ~np.isfinite(x))[0].tolist())
+            raise ValueError(f"{where}: {name} is {x[place]} at {place}, inside the response")
+    return mask, *(np.ascontiguousarray(x, arrays[like].dtype) for x in arrays.values())
+
+def check_scores(scores, rows, name="scores"):
+    """Rewards of whole responses: (rows,) finite numbers, or a sentence."""
+    scores = as_float(scores, name)
+    if scores.shape != (rows,):
+        raise ValueError(f"{name} has shape {scores.shape}; one number a row, ({rows},), is needed")
+    for row in np.flatnonzero(~np.isfinite(scores))[:1]:
+        raise ValueError(f"{name} is {scores[row]} in row {row}; finite numbers are needed")
+    return scores
+
+numba.config.THREADING_LAYER = "workqueue"  # OpenMP's idle threads would spin against the BLAS's
+
+def kernel(function, parallel=False):
+    """numba.njit: compiled at its first call, cached on disk where a cache can be written.
+    Sums may be reordered for SIMD; NaN and infinity keep their meaning (no `nnan`, no `ninf`)."""
+    options = {"parallel": parallel, "fastmath": {"reassoc", "contract", "nsz"}}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no directory for a cache: compile anew in each process
+        return numba.njit(**options)(function)
+
+parallel_kernel = functools.partial(kernel, parallel=True)  # its prange loops share out the rows
+
+# ======================================================== 1. autograd
+# An operation is a rule: its value, and its vector-Jacobian product (vjp), which turns the gradient
+# of the loss by the result, g, into gradients by the operands. Backward is then the same for all.
+
+_serial = itertools.count()
+_recording = True
+
+@contextlib.contextmanager
+def no_grad():
+    """Inside, operations record nothing; the state before is restored, also after an exception."""
+    global _recording
+    before, _recording = _recording, False
+    try:
+        yield
+    finally:
+        _recording = before
+
+def unbroadcast(g, shape):
+    """Undo NumPy's broadcasting: sum g over the axes along which an operand was repeated."""
+    lead = g.ndim - len(shape)
+    axes = tuple(i for i in range(g.ndim) if i < lead or shape[i - lead] == 1)
+    return g if g.shape == shape else g.sum(axis=axes).reshape(shape)
+
+class Tensor:
+    """A float32 or float64 array that remembers how it was made.
+    Tensor(data) copies data; ints become float32. loss.backward() adds dloss/dx to x.grad for every
+    x made with requires_grad=True; set x.grad = None to start anew. Results of operations have no
+    .grad of their own. The operations are attached in the table below."""
+    __array_ufunc__ = None  # subtle: without it, ndarray * Tensor is an object array of Tensors
+
+    def __init__(self, data, requires_grad=False):
+        self.data = np.array(as_float(data, "Tensor: data"), order="C")
+        self.grad = None
+        self.requires_grad = bool(requires_grad)
+        self._parents, self._vjp, self._serial = (), None, next(_serial)
+
+    shape = property(lambda self: self.data.shape)
+    dtype = property(lambda self: self.data.dtype)
+    __len__ = lambda self: len(self.data)
+    __float__ = lambda self: float(self.data)
+    __repr__ = lambda self: f"Tensor({self.data}, requires_grad={self.requires_grad})"
+    __array__ = lambda self, dtype=None, copy=None: np.array(self.data, dtype, copy=copy)
+
+    def backward(self):
+        """Add dself/dx to the .grad of every leaf x below this scalar; this uses the graph up."""
+        if self.data.size != 1:
+            raise ValueError(f"backward starts from one number, this Tensor has shape {self.shape}")
+        if not self.requires_grad:
+            raise RuntimeError("backward: nothing here requires a gradient, or no_grad() was on")
+        seen, graph = {self}, [self]
+        for t in graph:  # the list grows while it is read: no recursion, any depth
+            if t._parents is None:
+                raise RuntimeError("backward: this graph was used already; compute the loss again")
+            new = [p for p in dict.fromkeys(t._parents) if p.requires_grad and p not in seen]
+            seen.update(new)
+            graph += new
+        order = sorted(graph, key=lambda t: t._serial)  # parents are made before their children
+        grads = {self: np.ones_like(self.data)}
+        del graph, seen, new
+        while order:
+            t = order.pop()
+            g = grads.pop(t)
+            if not t._parents:  # a leaf; subtle: np.array copies, for others may hold the same g
+                t.grad = np.array(g, order="C") if t.grad is None else t.grad + g
+                continue
+            for p, gp in zip(t._parents, t._vjp(g)):
+                if p.requires_grad:
+                    gp = unbroadcast(gp, p.shape).astype(p.dtype, copy=False)
+                    grads[p] = grads[p] + gp if p in grads else gp
+            t._parents = t._vjp = None  # what it saved is free as soon as its gradient has passed
+
+def as_tensor(x, name, dtype=None):
+    """x itself if it is a Tensor, else a constant, in the given dtype if there is one."""
+    if isinstance(x, Tensor):
+        return x
+    array = as_float(x, name)
+    return Tensor(array.astype(dtype or array.dtype, copy=False))
+
+def node(value, parents, vjp):
+    """The result of an operation; it remembers its parents only if one of them needs a gradient."""
+    out = Tensor.__new__(Tensor)
+    out.data, out.grad, out._serial = np.asarray(value), None, next(_serial)
+    out.requires_grad = _recording and any(p.requires_grad for p in parents)
+    out._parents, out._vjp = (parents, vjp) if out.requires_grad else ((), None)
+    return out
+
+def op(rule):
+    """rule(*arrays, **settings) -> (value, vjp) becomes an operation on Tensors or arrays.
+    What is not a Tensor takes the first Tensor's dtype. A leaf's array is copied while recording:
+    its owner may change it before backward reads it."""
+    names = tuple(inspect.signature(rule).parameters)
+    @functools.wraps(rule)
+    def apply(*operands, **settings):
+        dtype = next((x.dtype for x in operands if isinstance(x, Tensor)), None)
+        parents = tuple([as_tensor(x, name, dtype) for x, name in zip(operands, names)])
+        leaves = [_recording and p.requires_grad and not p._parents for p in parents]
+        arrays = [p.data.copy() if leaf else p.data for p, leaf in zip(parents, leaves)]
+        value, vjp = rule(*arrays, **settings)
+        return node(value, parents, vjp)
+    return apply
+
+# The table of derivatives: the value, then what each operand receives.
+Tensor.__add__ = Tensor.__radd__ = op(lambda x, y: (x + y, lambda g: (g, g)))
+Tensor.__mul__ = Tensor.__rmul__ = op(lambda x, y: (x * y, lambda g: (g * y, g * x)))
+Tensor.__sub__ = op(lambda x, y: (x - y, lambda g: (g, -g)))
+Tensor.__truediv__ = op(lambda x, y: (x / y, lambda g: (g / y, -g * x / (y * y))))
+Tensor.exp = op(lambda x: (y := np.exp(x), lambda g: (g * y,)))
+Tensor.log = op(lambda x: (np.log(x), lambda g: (g / x,)))
+Tensor.tanh = op(lambda x: (y := np.tanh(x), lambda g: (g * (1 - y * y),)))
+power = op(lambda x, n: (x ** n, lambda g: (g * n * x ** (n - 1) if n else 0 * g,)))
+product = op(lambda x, y: (x @ y, lambda g: (g @ y.swapaxes(-1, -2), x.swapaxes(-1, -2) @ g)))
+reshape = op(lambda x, shape: (x.reshape(shape), lambda g: (g.reshape(x.shape),)))
+clip = op(lambda x, low, high: (np.clip(x, low, high), lambda g: (g * ((low <= x) & (x <= high)),)))
+# At equality the first argument takes the whole gradient.
+maximum = op(lambda x, y: (np.maximum(x, y), lambda g: (g * (x >= y), g * (x < y))))
+minimum = op(lambda x, y: (np.minimum(x, y), lambda g: (g * (x <= y), g * (x > y))))
+
+transpose = op(lambda x, axes: (
+    x.transpose(axes), lambda g: (g.transpose(None if axes is None else np.argsort(axes)),)))
+
+@op
+def reduce(x, f, axis, keepdims):
+    """The sum or the largest entry over an axis, several or all; equal largest entries share g."""
+    out = f(x, axis=axis, keepdims=True)
+    share = 1 if f is np.sum else (x == out) / (x == out).sum(axis=axis, keepdims=True)
+    value = out if keepdims else out.squeeze(axis) if axis is not None else out.reshape(())
+    return value, lambda g: (np.broadcast_to(g.reshape(out.shape), x.shape) * share,)
+
+@kernel
+def _add_rows(ids, g, out):
+    for n in range(len(ids)):  # in order, in one thread: equal ids never race
+        out[ids[n]] += g[n]
+
+@op
+def take(x, index):
+    """x[index]; the gradient is put back there, and added where an index repeats, as ids do."""
+    def vjp(g):
+        full, parts = np.zeros(x.shape, g.dtype), index if isinstance(index, tuple) else (index,)
+        if x.ndim == 2 and isinstance(index, np.ndarray) and index.dtype == np.int64:
+            _add_rows(index.ravel(), np.ascontiguousarray(g).reshape(-1, x.shape[1]), full)
+        elif any(isinstance(i, (list, np.ndarray)) for i in parts):
+            np.add.at(full, index, g)  # subtle: full[index] += g would keep one of equal indices
+        else:
+            full[index] = g
+        return (full,)
+    return x[index], vjp
+
+@op
+def log_softmax(x, axis=-1):
+    """x - log sum exp x along an axis, the maximum taken out first so that exp cannot overflow."""
+    y = x - x.max(axis=axis, keepdims=True)
+    y = y - np.log(np.exp(y).sum(axis=axis, keepdims=True))
+    return y, lambda g: (g - np.exp(y) * g.sum(axis=axis, keepdims=True),)
+
+def matmul(x, y):
+    """x (..., n, k) @ y (..., k, m) -> (..., n, m); a vector is a row or a column, as in NumPy."""
+    if np.ndim(y) == 1:
+        return matmul(x, reshape(y, shape=(-1, 1)))[..., 0]
+    return product(x, y) if np.ndim(x) != 1 else product(reshape(x, shape=(1, -1)), y)[..., 0, :]
+
+Tensor.__matmul__, Tensor.__rmatmul__ = matmul, lambda a, b: matmul(b, a)
+Tensor.__rsub__ = lambda a, b: -a + b
+Tensor.__rtruediv__ = lambda a, b: a ** -1 * b
+Tensor.__neg__ = lambda a: a * -1
+Tensor.__pow__ = lambda a, n: power(a, n=as_number(n, "the exponent of **"))
+Tensor.__getitem__ = lambda a, index: take(a, index=index)
+Tensor.sum = lambda a, axis=None, keepdims=False: reduce(a, f=np.sum, axis=axis, keepdims=keepdims)
+Tensor.max = lambda a, axis=None, keepdims=False: reduce(a, f=np.max, axis=axis, keepdims=keepdims)
+Tensor.mean = lambda a, axis=None, keepdims=False: (
+    (s := a.sum(axis, keepdims)) * (s.data.size / max(a.data.size, 1)))
+Tensor.reshape = lambda a, *shape: reshape(a, shape=shape[0] if np.ndim(shape) > 1 else shape)
+Tensor.transpose = lambda a, *axes: transpose(
+    a, axes=axes[0] if np.ndim(axes) > 1 else axes or None)
+
+def grad_check(f, tensors):
+    """Compare backward with central differences; returns the largest relative error of a tensor.
+    f(*tensors), or f() if it takes nothing, gives a scalar Tensor; tensors are float64 leaves.
+    Error: max |analytic - numeric| / max(max |analytic|, max |numeric|, 1e-3)."""
+    call = functools.partial(f, *tensors) if inspect.signature(f).parameters else f
+    kept, worst = [t.grad for t in tensors], 0.0
+    for i, t in enumerate(tensors):
+        if t.dtype != np.float64 or not t.requires_grad:
+            raise ValueError(f"grad_check: tensor {i} has dtype {t.dtype}, requires_grad="
+                             f"{t.requires_grad}; float64 and True are needed")
+        t.grad = np.zeros_like(t.data)
+    call().backward()
+    for t, before in zip(tensors, kept):
+        analytic, numeric, t.grad = t.grad, np.zeros_like(t.data), before
+        for i in np.ndindex(t.shape):
+            x, h = t.data[i], 1e-5 * max(1.0, abs(t.data[i]))
+            t.data[i] = x + h
+            above = float(call())
+            t.data[i] = x - h
+            numeric[i] = (above - float(call())) / (2 * h)
+            t.data[i] = x
+        scale = max(np.abs([analytic, numeric]).max(initial=0.0), 1e-3)
+        worst = max(worst, float(np.abs(analytic - numeric).max(initial=0.0) / scale))
+    return worst
+
+# ======================================================== 2. transformer
+# GPT-2's architecture under the parameter names and layouts of Hugging Face's GPT-2, so that a real
+# checkpoint's arrays drop in. Each layer is one operation of the kind above.
+
+@dataclass(frozen=True)
+class ToyLMConfig:
+    """The shape of a toy language model; its critic and its reward model share it."""
+    vocab_size: int
+    max_len: int            # context: the most tokens of prompt and response together
+    d_model: int = 32       # D
+    n_layers: int = 2
+    n_heads: int = 2        # H, a divisor of D
+    dtype: str = "float32"  # or "float64"
+
+    def __post_init__(self):
+        for name in ("vocab_size", "max_len", "d_model", "n_layers", "n_heads"):
+            as_number(getattr(self, name), f"ToyLMConfig: {name}", 1, whole=True)
+        if self.d_model % self.n_heads or str(self.dtype) not in ("float32", "float64"):
+            raise ValueError(f"{self}: n_heads must divide d_model, dtype is float32 or float64")
+
+@op
+def linear(x, weight, bias=0.0):
+    """x (..., I) @ weight (I, O) + bias (O,) -> (..., O), as one flat matrix product."""
+    rows = x.reshape(-1, len(weight))
+    y = rows @ weight
+    y += bias
+    def vjp(g):
+        g = g.reshape(y.shape)
+        dbias = np.ones(len(g), g.dtype) @ g  # faster than g.sum(axis=0)
+        return (g @ weight.T).reshape(x.shape), rows.T @ g, dbias
+    return y.reshape(*x.shape[:-1], -1), vjp
+
+@op
+def layer_norm(x, weight, bias, eps=1e-5):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; Ba et al. 2016."""
+    mean = lambda v: v.mean(axis=-1, keepdims=True)
+    centred = x - mean(x)
+    inverse_std = 1 / np.sqrt(mean(centred * centred) + eps)
+    xhat = centred * inverse_std
+    def vjp(g):
+        wg = g * weight
+        return (wg - mean(wg) - xhat * mean(wg * xhat)) * inverse_std, g * xhat, g
+    return xhat * weight + bias, vjp
+
+@op
+def gelu(x):
+    """x/2 (1 + tanh(c (x + .044715 x^3))), c = sqrt(2/pi): Hendrycks and Gimpel 2016."""
+    c = math.sqrt(2 / math.pi)
+    t = np.tanh(c * (x + 0.044715 * x * x * x))
+    slope = lambda: 1 + t + x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
+    return x * (1 + t) / 2, lambda g: (g * slope() / 2,)
+
+@parallel_kernel
+def _attend(qkv, kv, key, start, rows, probs, out):
+    B, H, n, _ = probs.shape
+    d = out.shape[3]
+    number = probs.dtype.type
+    zero, scale, low = number(0), number(1 / math.sqrt(d)), number(-np.inf)
+    for bh in numba.prange(B * H):
+        b, h, r = bh // H, bh % H, rows[bh // H]
+        for i in range(n):
+            m, p = start[b] + i + 1, probs[b, h, i]  # query i sees m keys, no more
+            top, norm = low, zero
+            for j in range(m):
+                s = zero
+                for c in range(d):
+                    s += qkv[b, i, 0, h, c] * kv[r, j, key, h, c]
+                p[j] = s * scale
+                top = max(top, p[j])
+            for j in range(m):
+                p[j] = math.exp(p[j] - top)
+                norm += p[j]
+            out[b, i, h] = 0
+            for j in range(m):
+                p[j] /= norm
+                for c in range(d):
+                    out[b, i, h, c] += p[j] * kv[r, j, key + 1, h, c]
+            p[m:] = 0
+
+@op
+def attention(qkv, n_heads, cache=None):
+    """Causal self-attention: query, key, value side by side in qkv (B, n, 3D) -> (B, n, D).
+    cache = (keys and values (R, S, 2D), rows (B,), start (B,)): batch row b reads row rows[b], and
+    its first query stands at position start[b]. Without a cache a batch holds its own keys."""
+    B, n, width = qkv.shape
+    split = lambda a: a.reshape(*a.shape[:2], -1, n_heads, width // 3 // n_heads)
+    kv, rows, start = (qkv, np.arange(B), np.zeros(B, np.int64)) if cache is None else cache
+    probs = np.empty((B, n_heads, n, start.max() + n), qkv.dtype)
+    out = np.empty((B, n, width // 3), qkv.dtype)
+    _attend(split(qkv), split(kv), int(cache is None), start, rows, probs, split(out)[:, :, 0])
+    def vjp(g):
+        # s = q.k / sqrt(d), p = softmax(s), o = p v:  dv = p^T g,  dp = g v^T,
+        # ds = p (dp - sum p dp) / sqrt(d),  dq = ds k,  dk = ds^T q
+        q, k, v = split(qkv).transpose(2, 0, 3, 1, 4)  # (B, H, n, d) each
+        g = split(g)[:, :, 0].swapaxes(1, 2)
+        dp = g @ v.swapaxes(-1, -2)
+        ds = probs * (dp - (probs * dp).sum(axis=-1, keepdims=True))
+        ds *= 1 / math.sqrt(q.shape[-1])
+        parts = np.stack([ds @ k, ds.swapaxes(-1, -2) @ q, probs.swapaxes(-1, -2) @ g])
+        return (parts.transpose(1, 3, 0, 2, 4).reshape(qkv.shape),)
+    return out, vjp
+
+class KVCache:
+    """Keys and values of the tokens read so far, preallocated, with one length a row: data
+    (L, R, S, 2D), lengths (R,), and rows: which of the R rows the next call feeds, all at first."""
+    def __init__(self, cfg, batch):
+        self.data = np.empty((cfg.n_layers, batch, cfg.max_len, 2 * cfg.d_model), cfg.dtype)
+        self.lengths, self.rows = np.zeros(batch, np.int64), np.arange(batch)
+
+    def write(self, layer, qkv):
+        """Append the keys and values in qkv (B, n, 3D); returns what attention() reads."""
+        start, n, D = self.lengths[self.rows], qkv.shape[1], qkv.shape[2] // 3
+        self.data[layer, self.rows[:, None], start[:, None] + np.arange(n)] = qkv[:, :, D:]
+        return self.data[layer], self.rows, start
+
+class TinyCausalLM:
+    """GPT-2 in small: learned positions, LayerNorm before each part, output head tied to the input.
+    lm(tokens (B, T), cache=None) -> logits (B, T, V). With a cache, tokens go on from what it holds
+    and nothing is recorded for a backward."""
+    def __init__(self, cfg, rng):
+        """Normal(0, .02); projections onto the residual stream smaller by sqrt(2 layers)."""
+        D, small = cfg.d_model, 0.02 / math.sqrt(2 * cfg.n_layers)
+        arrays = {"wte.weight": rng.normal(0, 0.02, (cfg.vocab_size, D)),
+                  "wpe.weight": rng.normal(0, 0.02, (cfg.max_len, D))}
+        block = [("ln_1", 0, D, 0), ("attn.c_attn", D, 3 * D, 0.02), ("attn.c_proj", D, D, small),
+                 ("ln_2", 0, D, 0), ("mlp.c_fc", D, 4 * D, 0.02), ("mlp.c_proj", 4 * D, D, small)]
+        layers = [(f"h.{i}.{name}", *shape) for i in range(cfg.n_layers) for name, *shape in block]
+        for name, rows, columns, std in layers + [("ln_f", 0, D, 0)]:
+            arrays[f"{name}.weight"] = rng.normal(0, std, (rows, columns)) if rows else np.ones(D)
+            arrays[f"{name}.bias"] = np.zeros(columns)
+        self.cfg = cfg
+        self.params = {name: Tensor(a.astype(cfg.dtype), True) for name, a in arrays.items()}
+
+    def hidden_states(self, tokens, cache=None):
+        """tokens (B, T) -> the normalised residual stream that the head reads, (B, T, D)."""
+        p, tokens = self.params, as_ids(tokens, self.cfg.vocab_size, "tokens")
+        if tokens.ndim != 2 or not tokens.size:
+            raise ValueError(f"tokens has shape {tokens.shape}; (B, T) is needed")
+        start = np.zeros(1, np.int64) if cache is None else cache.lengths[cache.rows]
+        if start.max() + tokens.shape[1] > self.cfg.max_len:
+            raise ValueError(f"tokens: {start.max()} before and {tokens.shape[1]} now exceed the "
+                             f"context of {self.cfg.max_len}")
+        with contextlib.nullcontext() if cache is None else no_grad():
+            positions = start[:, None] + np.arange(tokens.shape[1])
+            x = p["wte.weight"][tokens] + p["wpe.weight"][positions]  # (B, T, D)
+            for i in range(self.cfg.n_layers):
+                layer = lambda name: (p[f"h.{i}.{name}.weight"], p[f"h.{i}.{name}.bias"])
+                qkv = linear(layer_norm(x, *layer("ln_1")), *layer("attn.c_attn"))  # (B, T, 3D)
+                cached = None if cache is None else cache.write(i, qkv.data)
+                heads = attention(qkv, n_heads=self.cfg.n_heads, cache=cached)
+                x = x + linear(heads, *layer("attn.c_proj"))
+                wide = linear(layer_norm(x, *layer("ln_2")), *layer("mlp.c_fc"))  # (B, T, 4D)
+                x = x + linear(gelu(wide), *layer("mlp.c_proj"))
+            if cache is not None:
+                cache.lengths[cache.rows] += tokens.shape[1]
+            return layer_norm(x, p["ln_f.weight"], p["ln_f.bias"])
+
+    def __call__(self, tokens, cache=None):
+        return linear(self.hidden_states(tokens, cache), self.params["wte.weight"].transpose())
+
+    def parameters(self):
+        """All parameters as a list of Tensors."""
+        return list(self.params.values())
+
+    def copy(self, trainable=True):
+        """The same model in memory of its own."""
+        twin = type(self).__new__(type(self))
+        twin.cfg = self.cfg
+        twin.params = {name: Tensor(p.data, trainable) for name, p in self.params.items()}
+        return twin
+
+    def frozen_copy(self):
+        """A copy whose parameters need no gradient: the reference."""
+        return self.copy(trainable=False)
+
+class TinyCritic(TinyCausalLM):
+    """The same trunk with one number a position: critic(tokens (B, T)) -> (B, T).
+    Entry t is the value of the state tokens[:, :t+1]. The head starts at zero, so all values do."""
+    def __init__(self, cfg, rng):
+        super().__init__(cfg, rng)
+        for name, shape in (("value_head.weight", (cfg.d_model, 1)), ("value_head.bias", (1,))):
+            self.params[name] = Tensor(np.zeros(shape, cfg.dtype), requires_grad=True)
+
+    @classmethod
+    def from_backbone(cls, model):
+        """A zero head on a copied trunk: reward model from policy, critic from reward model."""
+        critic = cls(model.cfg, np.random.default_rng(0))
+        critic.params |= {name: p for name, p in model.copy().params.items() if "head" not in name}
+        return critic
+
+    def __call__(self, tokens, cache=None):
+        head = self.params["value_head.weight"], self.params["value_head.bias"]
+        return linear(self.hidden_states(tokens, cache), *head)[..., 0]
+
+def last_response_index(mask):
+    """Column of the last 1 in each row of a mask (B, T) -> (B,); a row without one is refused."""
+    inside = as_mask(mask, "last_response_index: mask")
+    if inside.ndim != 2:
+        raise shape_error("last_response_index", "(B, T)", mask=mask)
+    for row in np.flatnonzero(~inside.any(axis=1))[:1]:
+        raise ValueError(f"row {row} has no response token: its mask is all zeros")
+    return inside.shape[1] - 1 - inside[:, ::-1].argmax(axis=1)
+
+def score_sequences(model, tokens, token_mask):
+    """A reward model's score of each response -> Tensor (B,); tokens and token_mask (B, T).
+    It is the output *at* the last response token: not shifted, V of the whole sequence."""
+    if np.shape(tokens) != np.shape(token_mask):
+        raise shape_error("score_sequences", "(B, T) twice", tokens=tokens, token_mask=token_mask)
+    last = last_response_index(token_mask)
+    return model(tokens)[np.arange(len(last)), last]
+
+# ======================================================== 3. Adam, gradient clipping
+
+@kernel
+def _adam(p, g, m, v, lr, beta1, beta2, eps, correction1, correction2):
+    for i in range(p.size):
+        m[i] += (1 - beta1) * (g[i] - m[i])
+        v[i] += (1 - beta2) * (g[i] * g[i] - v[i])
+        p[i] -= lr * (m[i] / correction1) / (math.sqrt(v[i] / correction2) + eps)
+
+class Adam:
+    """Kingma and Ba 2015, with bias correction, eps added to the root as in torch.
+    params: Tensors. One that stands twice is stepped once, one without a gradient is skipped."""
+    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8):
+        self.params = list(dict.fromkeys(params))
+        self.t = [0] * len(self.params)  # steps of each, for the bias correction
+        self.lr, self.eps = as_number(lr, "Adam: lr", 0.0), as_number(eps, "Adam: eps", 0.0)
+        self.betas = [as_number(b, "Adam: betas", 0.0, math.nextafter(1, 0)) for b in betas]
+        self.m, self.v = ([np.zeros_like(p.data) for p in self.params] for _ in "mv")
+
+    def zero_grad(self):
+        """Forget all gradients."""
+        for p in self.params:
+            p.grad = None
+
+    def step(self):
+        """m, v: running means of g, g^2;  p <- p - lr m^ / (sqrt(v^) + eps), ^ bias-corrected."""
+        for i, (p, m, v) in enumerate(zip(self.params, self.m, self.v)):
+            if p.grad is not None:
+                self.t[i] += 1
+                p.data = np.ascontiguousarray(p.data)
+                corrections = (1 - b ** self.t[i] for b in self.betas)
+                _adam(*map(np.ravel, (p.data, p.grad, m, v)),
+                      *map(p.dtype.type, (self.lr, *self.betas, self.eps, *corrections)))
+
+def clip_grad_norm(params, max_norm):
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)); returns their joint norm before.
+    The norm is summed in float64. One that is not finite raises ValueError and changes nothing."""
+    as_number(max_norm, "clip_grad_norm: max_norm", 0.0, above=True)
+    grads = [p.grad for p in dict.fromkeys(params) if p.grad is not None]
+    norm = math.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in grads))
+    if not math.isfinite(norm):
+        raise ValueError(f"clip_grad_norm: the gradient norm is {norm}; nothing was changed")
+    for g in grads:
+        g *= min(1.0, max_norm / (norm + 1e-6))
+    return norm
+
+# ======================================================== 4. log-probs, entropy, sampling
+# Policy, reference and update all score what was sampled from: softmax(logits / temperature).
+
+@parallel_kernel
+def _categorical(x, ids, temperature, p, logp, entropy):
+    for n in numba.prange(len(x)):
+        top, norm, mean = x[n].max(), x.dtype.type(0), x.dtype.type(0)
+        for v in range(x.shape[1]):
+            z = (x[n, v] - top) / temperature
+            p[n, v] = math.exp(z)
+            norm += p[n, v]
+            mean += p[n, v] * z if p[n, v] > 0 else 0  # 0 log 0 = 0, also where a logit is -inf
+        p[n] /= norm
+        logp[n] = (x[n, ids[n]] - top) / temperature - math.log(norm)  # log p = z - log sum exp z
+        entropy[n] = math.log(norm) - mean / norm                      # H = -sum p log p
+
+@op
+def categorical(logits, ids, temperature=1.0, name="tokens"):
+    """logits (..., V), ids (...) -> (2, ...): log p of each id, and the entropy, in one pass."""
+    V, T = logits.shape[-1], as_number(temperature, "temperature", 0.0, above=True)
+    if np.shape(ids) != logits.shape[:-1]:
+        raise shape_error("log-probs", "(..., V) and (...)", logits=logits, **{name: ids})
+    x, ids = np.ascontiguousarray(logits).reshape(-1, V), as_ids(ids, V, name).ravel()
+    p, out = np.empty_like(x), np.empty((2, len(x)), x.dtype)
+    _categorical(x, ids, x.dtype.type(T), p, *out)
+    def vjp(g):
+        # d log p_a / dz_v = 1[v = a] - p_v        dH / dz_v = -p_v (log p_v + H)        z = x / T
+        g_logp, g_entropy = g.reshape(2, -1, 1)
+        dz = -g_logp * p
+        if g_entropy.any():
+            dz -= g_entropy * p * (np.log(np.maximum(p, np.finfo(p.dtype).tiny)) + out[1][:, None])
+        dz[np.arange(len(ids)), ids] += g_logp[:, 0]
+        dz[(g_logp == 0)[:, 0] & (g_entropy == 0)[:, 0]] = 0  # whatever a masked-out slot held
+        return ((dz / T).reshape(logits.shape),)
+    return out.reshape(2, *logits.shape[:-1]), vjp
+
+def log_probs_and_entropy(logits, tokens, temperature=1.0, name="tokens"):
+    """logits (B, T, V), tokens (B, T) -> Tensors (B, T-1): log pi(tokens[:, t+1]), entropy."""
+    both = categorical(logits, ids=np.roll(tokens, -1, axis=-1), temperature=temperature, name=name)
+    both = both[..., :-1]  # behind the last token there is no action
+    if np.isnan(both.data).any():
+        raise ValueError("logits hold nan, +inf, or a row of nothing but -inf")
+    return both[0], both[1]
+
+def token_log_probs(logits, tokens, temperature=1.0):
+    """log pi(tokens[:, t+1] | tokens[:, :t+1]) -> Tensor (B, T-1); logits (B, T, V), ids (B, T)."""
+    return log_probs_and_entropy(logits, tokens, temperature)[0]
+
+@op
+def mean_over(x, mask):
+    """Mean of x over a bool mask of its shape -> scalar; 0 where the mask is empty."""
+    n = max(int(mask.sum()), 1)
+    value = x.sum(where=mask, dtype=np.float64) / n
+    if not np.isfinite(value):
+        raise ValueError("logits give a mean that is not finite")
+    return value.astype(x.dtype), lambda g: (g * mask / x.dtype.type(n),)
+
+def masked_entropy(logits, response_mask, temperature=1.0):
+    """Mean entropy over the response, in nats -> scalar Tensor; (B, T-1, V) and (B, T-1)."""
+    mask = as_mask(response_mask, "response_mask")
+    both = categorical(logits, ids=mask * 0, temperature=temperature, name="response_mask")
+    return mean_over(both[1], mask=mask)
+
+def filter_probs(logits, *, temperature=1.0, top_k=None, top_p=None):
+    """logits (..., V) -> float64 probabilities (..., V), after temperature, then top_k, then top_p.
+    temperature 0 is argmax. top_k keeps k ids, the lower ids among equals. top_p keeps the smallest
+    set of likeliest ids whose mass reaches p, and at least one (Holtzman et al. 2020)."""
+    z = as_float(logits, "logits").astype(np.float64)
+    as_number(temperature, "temperature", 0.0)
+    z -= z.max(axis=-1, keepdims=True)
+    if np.isnan(z).any():
+        raise ValueError("logits hold NaN or +inf, or nothing but -inf in a row")
+    if temperature == 0:
+        return np.eye(z.shape[-1])[z.argmax(axis=-1)]
+    with np.errstate(over="ignore"):
+        p = np.exp(z / temperature)
+    if top_k is not None or top_p is not None:
+        order = np.argsort(-p, axis=-1, kind="stable")  # stable: the lower id first among equals
+        ranked = np.take_along_axis(p, order, axis=-1)
+        if top_k is not None:
+            ranked[..., as_number(top_k, "top_k", 1, whole=True):] = 0
+        if top_p is not None and as_number(top_p, "top_p", 0.0, 1.0) < 1:
+            before = np.cumsum(ranked, axis=-1) - ranked  # the mass ahead of each id
+            beyond = before >= top_p * ranked.sum(axis=-1, keepdims=True)
+            ranked[..., 1:][beyond[..., 1:]] = 0  # subtle: the id that crosses p stays
+        np.put_along_axis(p, order, ranked, axis=-1)
+    return p / p.sum(axis=-1, keepdims=True)
+
+def pick(probs, u):
+    """Inverse CDF in float64: probs (..., V), uniforms u (...) in [0, 1) -> ids (...)."""
+    cdf = np.cumsum(as_float(probs, "pick: probs"), axis=-1, dtype=np.float64)
+    u = as_float(u, "pick: u").astype(np.float64)
+    if u.shape != cdf.shape[:-1]:
+        raise shape_error("pick", "(..., V) and (...)", probs=probs, u=u)
+    if not (cdf[..., -1] > 0).all() or not ((u >= 0) & (u < 1)).all():
+        raise ValueError("pick: probs must have a positive sum, u must lie in [0, 1)")
+    # subtle: u times the sum, which rounding leaves beside 1, stays below the end of the CDF; and
+    # `<=` steps over ids of probability 0, also at u = 0
+    return (cdf <= (u * cdf[..., -1])[..., None]).sum(axis=-1)
+
+Samples = namedtuple("Samples", "tokens token_mask logp ended")  # (B, T) (B, T) (B, T-1) (B,)
+
+def sample(policy, prompts, max_new_tokens, eos_id, *, rng, temperature=1.0, top_k=None, top_p=None,
+           pad_id=None):
+    """Sample responses token by token through a KV cache -> Samples; T = P + N, needed or not.
+    prompts: (B, P) ids, or lists of different lengths. A row ends with eos_id, which token_mask
+    includes, or after max_new_tokens, and is filled up with pad_id (default eos_id). logp is of the
+    distribution really sampled from, 0 outside the response. Row b uses the uniforms
+    rng.random((B, N))[b], so that its sample does not depend on its batch mates."""
+    cfg, N = policy.cfg, as_number(max_new_tokens, "max_new_tokens", 0, whole=True)
+    if not isinstance(rng, np.random.Generator):
+        raise TypeError(f"rng must be a numpy.random.Generator, got {rng!r}")
+    rows = [as_ids(row, cfg.vocab_size, f"prompts: row {b}") for b, row in enumerate(prompts)]
+    for b, row in enumerate(rows or [np.zeros(0)]):
+        if row.ndim != 1 or not len(row) or len(row) + N > cfg.max_len:
+            raise ValueError(f"prompts: row {b} has shape {row.shape}; 1 token or more, and with "
+                             f"max_new_tokens={N} at most the context of {cfg.max_len}, are needed")
+    eos_id = int(as_ids(eos_id, cfg.vocab_size, "eos_id"))
+    pad_id = eos_id if pad_id is None else int(as_ids(pad_id, cfg.vocab_size, "pad_id"))
+    B, length = len(rows), np.array([len(row) for row in rows])
+    T = length.max() + N
+    tokens = np.full((B, T), pad_id)
+    for b, row in enumerate(rows):
+        tokens[b, :len(row)] = row
+    mask, logp = np.zeros((B, T), cfg.dtype), np.zeros((B, T - 1), cfg.dtype)
+    ended, u, cache = np.zeros(B, bool), rng.random((B, N)), KVCache(cfg, B)
+    with no_grad():
+        # Prefill in one pass. Behind a short prompt it reads padding, which is overwritten later.
+        logits = policy(tokens[:, :length.max()], cache).data[np.arange(B), length - 1]  # (B, V)
+        cache.lengths[:] = length
+        for step in range(N):
+            live = cache.rows  # rows that have not ended, (n,)
+            probs = filter_probs(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+            chosen = pick(probs, u[live, step])
+            column = length[live] + step  # each row has its own next position
+            tokens[live, column], mask[live, column] = chosen, 1
+            logp[live, column - 1] = np.log(probs[np.arange(len(live)), chosen])
+            ended[live] = chosen == eos_id
+            cache.rows = live[chosen != eos_id]
+            if step == N - 1 or not len(cache.rows):
+                break
+            logits = policy(chosen[chosen != eos_id, None], cache).data[:, -1]
+    return Samples(tokens, mask, logp, ended)
+
+# ======================================================== 5. masked mean, whitening, KL
+
+def masked_mean(x, mask):
+    """Mean of x (B, T-1) over the 1s of mask, summed in float64 -> array of shape (); 0 if none."""
+    inside, x = per_token("masked_mean", mask, "x", x=x)
+    return np.asarray(x.sum(where=inside, dtype=np.float64) / max(inside.sum(), 1), x.dtype)
+
+def whiten(x, mask, shift_mean=True):
+    """(x - mean) / (std + 1e-8) over the 1s of mask, 0 elsewhere; x (B, T-1) -> (B, T-1).
+    Population std (ddof 0), in float64. shift_mean=False adds the mean back."""
+    inside, x = per_token("whiten", mask, "x", x=x)
+    inner, out = x[inside].astype(np.float64), np.zeros_like(x)
+    if inner.size:
+        offset = inner - inner[0]  # subtle: a constant input gives exact zeros
+        white = (offset - offset.mean()) / (offset.std() + 1e-8)
+        out[inside] = white if shift_mean else white + offset.mean() + inner[0]
+    return out
+
+def kl_estimates(logp, logp_ref, kind):
+    """Estimates of KL(pi || pi_ref), in nats, from samples of pi; equal shapes -> the same shape.
+    With d = logp - logp_ref: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, abs = |d| (Schulman 2020).
+    k3 bounds -d by 20 to stay finite. A Tensor logp gives a Tensor, anything else an array.
+    >>> kl_estimates([-1.0, -0.5], [-0.5, -1.0], "k3").round(4)
+    array([0.1487, 0.1065])
+    """
+    if np.shape(logp) != np.shape(logp_ref):
+        raise shape_error("kl_estimates", "one shape", logp=logp, logp_ref=logp_ref)
+    t = as_tensor(logp, "kl_estimates: logp")
+    d = t.data - as_float(logp_ref, "kl_estimates: logp_ref").astype(t.dtype)
+    if not np.isfinite(d).all():
+        raise ValueError("kl_estimates: logp or logp_ref holds nan or inf")
+    x = np.minimum(-d, 20)
+    kinds = {"k1": (d, np.ones_like(d)), "k2": (d * d / 2, d), "abs": (np.abs(d), np.sign(d)),
+             "k3": (np.maximum(np.expm1(x) - x, 0), -np.expm1(x))}  # value, derivative by logp
+    if kind not in kinds:
+        raise ValueError(f"kl_estimates: kind must be one of {', '.join(kinds)}, got {kind!r}")
+    value, slope = kinds[kind]
+    return node(value, (t,), lambda g: (g * slope,)) if isinstance(logp, Tensor) else value
+
+# ======================================================== 6. rewards and advantages
+
+def shaped_rewards(scores, logp_policy, logp_ref, response_mask, beta):
+    """R_t = -beta (log pi - log pi_ref) + 1[t is the last response token] score -> (B, T-1).
+    scores (B,), the others (B, T-1); 0 outside the response. The KL is paid token by token, the
+    score comes once. A row without a response token raises. Ziegler et al. 2019; the chapter, 2.1.
+    >>> logp, logp_ref, mask = [[-1, -.5, -2, -.1]], [[-1.2, -.5, -1, -.1]], [[1, 1, 1, 1]]
+    >>> shaped_rewards([1.5], logp, logp_ref, mask, 0.1).round(2) + 0
+    array([[-0.02,  0.  ,  0.1 ,  1.5 ]])
+    """
+    inside, logp, ref = per_token("shaped_rewards", response_mask, "logp_policy",
+                                  logp_policy=logp_policy, logp_ref=logp_ref)
+    as_number(beta, "shaped_rewards: beta", 0.0)
+    scores, last = check_scores(scores, len(logp)), last_response_index(inside)
+    rewards = np.zeros_like(logp)
+    rewards[inside] = -logp.dtype.type(beta) * (logp[inside] - ref[inside])
+    rewards[np.arange(len(last)), last] += scores.astype(logp.dtype)
+    return rewards
+
+@parallel_kernel
+def _gae(rewards, values, inside, gamma, lam, advantages, returns):
+    for b in numba.prange(len(rewards)):
+        next_adv = next_value = rewards.dtype.type(0)
+        for t in range(rewards.shape[1] - 1, -1, -1):
+            if inside[b, t]:
+                delta = rewards[b, t] + gamma * next_value - values[b, t]
+                next_adv, next_value = delta + gamma * lam * next_adv, values[b, t]
+                advantages[b, t], returns[b, t] = next_adv, next_adv + next_value
+            else:  # V and A behind the end are 0; a gap in the mask starts anew
+                next_adv = next_value = advantages[b, t] = returns[b, t] = rewards.dtype.type(0)
+
+def gae(rewards, values, response_mask, gamma=1.0, lam=0.95):
+    """Generalised advantage estimation over the response -> (advantages, returns), (B, T-1) each.
+    delta_t = R_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  G_t = A_t + V_t.
+    V behind the last response token is 0, whether the row ended or was cut off. All (B, T-1).
+    Schulman et al. 2015, equation 16.
+    >>> gae([[0.0, 0.0, 1.0]], [[0.2, 0.4, 0.5]], [[1, 1, 1]], lam=1.0)[0].round(2)  # 1 - V_t
+    array([[0.8, 0.6, 0.5]])
+    """
+    inside, values, rewards = per_token("gae", response_mask, "values",
+                                        values=values, rewards=rewards)
+    gamma, lam = as_number(gamma, "gae: gamma", 0.0, 1.0), as_number(lam, "gae: lam", 0.0, 1.0)
+    advantages, returns = np.empty_like(values), np.empty_like(values)
+    _gae(rewards, values, inside, *map(values.dtype.type, (gamma, lam)), advantages, returns)
+    return advantages, returns
+
+# ======================================================== 7. the two clipped losses
+# Each kernel gives the loss and its gradient in one pass over the tokens.
+
+MAX_LOG_RATIO = 20.0
+
+@kernel
+def _ppo_clip(logp_new, logp_old, advantages, inside, eps, grad):
+    n, loss, clipped = max(inside.sum(), 1), 0.0, 0
+    for i in range(inside.size):
+        grad[i] = 0
+        if inside[i]:
+            r = math.exp(min(max(logp_new[i] - logp_old[i], -MAX_LOG_RATIO), MAX_LOG_RATIO))
+            surrogate = r * advantages[i]
+            bound = min(max(r, 1 - eps), 1 + eps) * advantages[i]
+            loss -= min(surrogate, bound) / n
+            clipped += abs(r - 1) > eps
+            if abs(r - 1) <= eps or surrogate <= bound:  # else clipped, and flat in logp_new
+                grad[i] = -surrogate / n  # d(r A) / d logp_new = r A
+    return loss, clipped / n
+
+def ppo_clip_loss(logp_new, logp_old, advantages, response_mask, clip_eps):
+    """L = -mean_t min(r A, clip(r, 1 - eps, 1 + eps) A), r = exp(logp_new - logp_old).
+    All (B, T-1) -> (scalar Tensor, clip_frac: share of tokens with |r - 1| > eps). The mean is over
+    response tokens. Only logp_new carries a gradient: 0 once r has moved by eps the way A wants it,
+    never 0 the other way. log r is bounded to +-20 before exp. Schulman et al. 2017, equation 7.
+    >>> for r, A in (1.5, 3), (1.5, -3), (0.5, 3):
+    ...     print(round(float(ppo_clip_loss([[math.log(r)]], [[0.0]], [[A]], [[1]], 0.2)[0]), 6))
+    -3.6
+    4.5
+    -1.5
+    """
+    new = as_tensor(logp_new, "logp_new")
+    inside, x, old, adv = per_token("ppo_clip_loss", response_mask, "logp_new", logp_new=new,
+                                    logp_old=logp_old, advantages=advantages)
+    eps, grad = x.dtype.type(as_number(clip_eps, "ppo_clip_loss: clip_eps", 0.0)), np.empty_like(x)
+    loss, clip_frac = _ppo_clip(*map(np.ravel, (x, old, adv, inside)), eps, grad.reshape(-1))
+    return node(x.dtype.type(loss), (new,), lambda g: (g * grad,)), clip_frac
+
+@kernel
+def _value(values, old_values, returns, inside, eps, grad):
+    n, loss = max(inside.sum(), 1), 0.0
+    for i in range(inside.size):
+        grad[i] = 0
+        if inside[i]:
+            error, move = values[i] - returns[i], values[i] - old_values[i]
+            near = old_values[i] + min(max(move, -eps), eps) - returns[i]
+            loss += max(error * error, near * near) / 2 / n
+            if abs(move) <= eps or error * error >= near * near:  # else clipped, and flat in V
+                grad[i] = error / n
+    return loss
+
+def value_loss(values, old_values, returns, response_mask, clip_eps=0.2):
+    """mean_t 1/2 max((V - G)^2, (clip(V, V_old - eps, V_old + eps) - G)^2) -> scalar Tensor.
+    All (B, T-1); eps is in units of the reward. Only values carries a gradient. max, the
+    pessimistic choice, takes away what a move beyond eps from V_old would gain. The chapter, 2.3.
+    """
+    new = as_tensor(values, "values")
+    inside, v, old, target = per_token("value_loss", response_mask, "values", values=new,
+                                       old_values=old_values, returns=returns)
+    eps, grad = v.dtype.type(as_number(clip_eps, "value_loss: clip_eps", 0.0)), np.empty_like(v)
+    loss = _value(*map(np.ravel, (v, old, target, inside)), eps, grad.reshape(-1))
+    return node(v.dtype.type(loss), (new,), lambda g: (g * grad,))
+
+# ======================================================== 8. the KL controller
+
+class AdaptiveKLController:
+    """Turns beta so that the KL, in nats per sequence, follows a target; Ziegler et al. 2019, 2.2.
+    horizon counts updates. InstructGPT, to which it is often credited, kept beta fixed at .02."""
+    def __init__(self, beta, target, horizon=10):
+        self.beta = as_number(beta, "AdaptiveKLController: beta", 0.0, above=True)
+        self.target = as_number(target, "AdaptiveKLController: target", 0.0, above=True)
+        self.horizon = as_number(horizon, "AdaptiveKLController: horizon", 0.0, above=True)
+
+    def update(self, kl):
+        """beta <- beta (1 + clip(kl / target - 1, -.2, .2) / horizon); returns the new beta.
+        >>> round(AdaptiveKLController(0.1, target=6.0, horizon=10).update(9.0), 4)
+        0.102
+        """
+        error = as_number(kl, "AdaptiveKLController: kl", -math.inf) / self.target - 1
+        self.beta *= 1 + min(max(error, -0.2), 0.2) / self.horizon
+        return self.beta
+
+# ======================================================== 9. supervised and reward-model losses
+
+def sft_loss(logits, labels):
+    """Mean of -log pi(labels[:, t+1]) -> scalar Tensor; logits (B, T, V), labels (B, T).
+    The shift is done here: labels are the tokens themselves, with -100 where nothing is asked."""
+    asked = as_float(labels, "labels") != -100
+    logp, _ = log_probs_and_entropy(logits, np.where(asked, labels, 0), name="labels")
+    return -mean_over(logp, mask=asked[:, 1:])
+
+def reward_model_loss(chosen, rejected):
+    """Mean of -log sigmoid(chosen - rejected), scores (B,) twice -> scalar Tensor.
+    Bradley and Terry 1952: the choice is a softmax over the two scores. Stiennon et al. 2020."""
+    pairs = 0
+    for name, x, column in (("chosen", chosen, [1, 0]), ("rejected", rejected, [0, 1])):
+        check_scores(x, np.size(chosen), name)
+        pairs = pairs + as_tensor(x, name).reshape(-1, 1) * column  # (B, 2)
+    return -categorical(pairs, ids=np.zeros(len(pairs), np.int64))[0].mean()
+
+# ======================================================== 10. PPO's settings and the rollout
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Every knob of PPO with its unit; the defaults suit the toy."""
+    steps: int = 30                    # rollouts, each scored and learnt from
+    max_new_tokens: int = 8            # N, length of a response
+    beta: float = 0.05                 # price of one nat of KL, in units of the score; 0 or more
+    kl_target: float | None = None     # nats per sequence, for the controller; None: beta stays
+    kl_horizon: float = 10             # the controller moves beta by at most 20 % / horizon a step
+    lr: float = 1e-3                   # Adam's step size, for policy and critic
+    clip_eps: float = 0.2              # how far the ratio may gain from 1
+    value_clip_eps: float = 0.2        # how far V may gain from V_old, in units of the score
+    ppo_epochs: int = 2                # passes over one rollout
+    minibatch_rows: int | None = None  # rows of one optimiser step; None: all
+    vf_coef: float = 0.5               # c_v, on top of the 1/2 inside the value loss
+    ent_coef: float = 0.0              # c_e, weight of the entropy, 0 or more
+    gamma: float = 1.0                 # discount a token, 0 to 1
+    lam: float = 0.95                  # GAE's lambda, 0 (trust the critic) to 1 (trust the sample)
+    max_grad_norm: float = 1.0         # of policy and critic together, above 0
+    target_kl: float | None = None     # mean k3(old, new) a token that ends the epochs; None: never
+    whiten_advantages: bool = True     # to mean 0, std 1 over the response tokens of the rollout
+    whiten_rewards: bool = False       # to std 1, the mean kept
+    missing_eos_penalty: float = 0.0   # taken off the score of a row that did not end, 0 or more
+    temperature: float = 1.0           # of sampling and of every log-prob, above 0
+    ptx_coef: float = 0.0              # weight of the SFT loss mixed in (PPO-ptx), 0 or more
+
+    def __post_init__(self):
+        above = ("kl_target", "kl_horizon", "max_grad_norm", "target_kl", "temperature")
+        for f in fields(self):
+            value, name, whole = getattr(self, f.name), f"PPOConfig: {f.name}", "int" in str(f.type)
+            if isinstance(f.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name} must be True or False, got {value!r}")
+            elif value is not None or f.default is not None:  # None only where it is the default
+                high = 1.0 if f.name in ("gamma", "lam") else math.inf
+                as_number(value, name, int(whole), high, above=f.name in above, whole=whole)
+        if self.kl_target is not None and self.beta == 0:
+            raise ValueError("PPOConfig: kl_target needs beta > 0: the controller multiplies it")
+
+@dataclass
+class Rollout:
+    """Sampled responses and all that the update needs to know of them; arrays without a graph."""
+    tokens: np.ndarray      # (B, T)
+    mask: np.ndarray        # (B, T-1), the response_mask
+    logp_old: np.ndarray    # (B, T-1), recorded while sampling
+    logp_ref: np.ndarray    # (B, T-1)
+    values_old: np.ndarray  # (B, T-1), V of the state before each action
+    ended: np.ndarray = None  # (B,) bool
+    temperature: float = 1.0
+    seconds: dict = field(default_factory=dict)  # spent on "rollout" (sampling) and "scoring"
+
+def collect_rollouts(policy, ref, critic, prompts, max_new_tokens, eos_id, *, rng, temperature=1.0):
+    """Sample from the policy, then read reference and critic once over the result -> Rollout.
+    The whole softmax is sampled: after top_k, top_p or argmax, logp - logp_ref would no longer
+    estimate the KL. The reference is scored at the same temperature."""
+    as_number(temperature, "collect_rollouts: temperature", 0.0, above=True)
+    twins = getattr(ref, "params", {})
+    if ref is policy or any(np.may_share_memory(p.data, twins[name].data)
+                            for name, p in getattr(policy, "params", {}).items() if name in twins):
+        raise ValueError("collect_rollouts: ref shares its memory with policy, so the KL stays 0; "
+                         "pass a policy.frozen_copy() taken before training")
+    began = time.perf_counter()
+    s = sample(policy, prompts, max_new_tokens, eos_id, rng=rng, temperature=temperature)
+    sampled = time.perf_counter()
+    with no_grad():
+        logp_ref = token_log_probs(ref(s.tokens), s.tokens, temperature).data
+        values = np.asarray(critic(s.tokens))[:, :-1]  # V(tokens[:, :t+1]), before the action t
+    seconds = {"rollout": sampled - began, "scoring": time.perf_counter() - sampled}
+    return Rollout(s.tokens, s.token_mask[:, 1:], s.logp, logp_ref, values, s.ended, temperature,
+                   seconds)
+
+def sequence_kl(roll):
+    """Mean over rows of sum_t (logp_old - logp_ref): what the controller reads, in nats."""
+    kl = np.where(np.asarray(roll.mask, bool), roll.logp_old - roll.logp_ref, 0)
+    return float(kl.sum(axis=1, dtype=np.float64).mean())
+
+# ======================================================== 11. the PPO update
+
+@dataclass
+class PPOStats:
+    """One PPO step in numbers: means over its tokens and over the optimiser steps really taken."""
+    reward: float              # mean score of a response, as reward_fn gave it
+    kl: float                  # to the reference, nats per sequence
+    clip_frac: float           # share of tokens with |ratio - 1| > eps
+    value_loss: float          # the clipped 1/2 squared error
+    entropy: float             # nats per token
+    beta: float                # of this step, before the controller turns it
+    clip_frac_first: float     # of the first forward pass: 0 if the rollout is fresh
+    ratio_max: float           # the largest ratio of any token
+    approx_kl: float           # k3(old, new), nats per token
+    explained_variance: float  # 1 - Var(G - V_old) / Var(G): what the critic knew
+    response_length: float     # tokens
+    eos_frac: float            # share of responses that ended by themselves
+    grad_norm: float           # before clipping
+    seconds: dict              # spent on "rollout" (sampling), "scoring", "update"
+
+def advantages_and_returns(roll, scores, beta, cfg):
+    """Scores, less a penalty for rows that did not end -> R_t -> GAE; (B, T-1) twice."""
+    if roll.ended is not None:
+        scores = scores - cfg.missing_eos_penalty * ~np.asarray(roll.ended, bool)
+    rewards = shaped_rewards(scores, roll.logp_old, roll.logp_ref, roll.mask, beta)
+    if cfg.whiten_rewards:
+        rewards = whiten(rewards, roll.mask, shift_mean=False)
+    advantages, returns = gae(rewards, roll.values_old, roll.mask, cfg.gamma, cfg.lam)
+    return whiten(advantages, roll.mask) if cfg.whiten_advantages else advantages, returns
+
+def ppo_loss(policy, critic, roll, rows, advantages, returns, cfg):
+    """-L_clip + c_v L_V - c_e H on some rows -> (scalar Tensor, diagnostics, largest log-ratio)."""
+    tokens, logp_old, mask = roll.tokens[rows], roll.logp_old[rows], roll.mask[rows].astype(bool)
+    logp, entropies = log_probs_and_entropy(policy(tokens), tokens, roll.temperature)
+    pg_loss, clip_frac = ppo_clip_loss(logp, logp_old, advantages[rows], mask, cfg.clip_eps)
+    v_loss = value_loss(critic(tokens)[:, :-1], roll.values_old[rows], returns[rows], mask,
+                        cfg.value_clip_eps)
+    entropy = mean_over(entropies, mask=mask)
+    log_ratio = (logp.data - logp_old)[mask]
+    k3 = kl_estimates(0 * log_ratio, log_ratio, "k3").mean()  # of old and new policy
+    loss = pg_loss + cfg.vf_coef * v_loss - cfg.ent_coef * entropy
+    return loss, np.array([clip_frac, float(v_loss), float(entropy), k3]), log_ratio.max()
+
+CHUNK_TOKENS = 4096
+
+def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
+    """Add the gradients of one minibatch, a few rows at a time -> its five diagnostics.
+    A chunk's mean is weighted by its share of the tokens, so the split changes nothing."""
+    length = np.asarray(roll.mask).sum(axis=1)
+    means, top = np.zeros(4), -math.inf
+    for chunk in np.array_split(rows, -(-len(rows) * roll.tokens.shape[1] // CHUNK_TOKENS)):
+        loss, seen, log_ratio = ppo_loss(policy, critic, roll, chunk, advantages, returns, cfg)
+        share = float(length[chunk].sum() / length[rows].sum())
+        (loss * share).backward()
+        means, top = means + share * seen, max(top, log_ratio)
+    if cfg.ptx_coef:
+        tokens, labels = ptx_batch
+        (cfg.ptx_coef * sft_loss(policy(tokens), labels)).backward()
+    return [*means, math.exp(min(top, MAX_LOG_RATIO))]
+
+def minibatches(rows, size, epochs, rng):
+    """Row indices of each optimiser step: every row once an epoch, shuffled if there is an rng."""
+    for _ in range(epochs):
+        order = np.arange(rows) if rng is None else rng.permutation(rows)
+        yield from np.split(order, range(size, rows, size))
+
+def ppo_update(policy, critic, opt, roll, scores, beta, cfg=PPOConfig(), *, rng=None,
+               ptx_batch=None):
+    """Some epochs of PPO on one rollout and its scores (B,) -> PPOStats; policy and critic move.
+    Once k3(old, new) of the minibatch at hand passes target_kl no further step is taken; the first
+    always is. ptx_batch = (tokens, labels) is needed if ptx_coef > 0."""
+    began, B = time.perf_counter(), len(roll.tokens)
+    scores = check_scores(scores, B)
+    if cfg.ptx_coef and ptx_batch is None:
+        raise ValueError(f"ppo_update: ptx_coef={cfg.ptx_coef} needs ptx_batch=(tokens, labels)")
+    advantages, returns = advantages_and_returns(roll, scores, beta, cfg)
+    steps = []
+    for rows in minibatches(B, cfg.minibatch_rows or B, cfg.ppo_epochs, rng):
+        opt.zero_grad()
+        seen = accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch)
+        if cfg.target_kl is not None and steps and seen[3] > cfg.target_kl:
+            break
+        steps.append([*seen, clip_grad_norm(opt.params, cfg.max_grad_norm)])
+        opt.step()
+    opt.zero_grad()
+    clip_frac, v_loss, entropy, approx_kl, _, grad_norm = np.mean(steps, axis=0).tolist()
+    inside = np.asarray(roll.mask, bool)
+    target = returns[inside].astype(np.float64)
+    unexplained = np.var(target - roll.values_old[inside])
+    return PPOStats(
+        reward=float(scores.mean(dtype=np.float64)), kl=sequence_kl(roll), clip_frac=clip_frac,
+        value_loss=v_loss, entropy=entropy, beta=float(beta), clip_frac_first=float(steps[0][0]),
+        ratio_max=float(np.max(steps, axis=0)[4]), approx_kl=approx_kl,
+        explained_variance=float(1 - unexplained / (np.var(target) + 1e-12)),
+        response_length=float(inside.sum() / B), grad_norm=grad_norm,
+        eos_frac=math.nan if roll.ended is None else float(np.mean(roll.ended)),
+        seconds=roll.seconds | {"update": time.perf_counter() - began})
+
+# ======================================================== 12. the training loop and its checkpoint
+
+def progress(steps):
+    """A ready-made on_step: a line of fixed width, live on a terminal, else ten lines in all."""
+    began, live = time.perf_counter(), sys.stdout.isatty()
+    def on_step(step, s):
+        left = (time.perf_counter() - began) / (step + 1) * (steps - step - 1)
+        if live or step + 1 == steps or (step + 1) % max(1, steps // 10) == 0:
+            print(f"step {step + 1:4d}/{steps}  score {s.reward:7.3f}  KL {s.kl:6.2f} nats/seq  "
+                  f"beta {s.beta:.4f}  clipped {s.clip_frac:5.1%}  {left:4.0f} s left",
+                  end="\r" if live and step + 1 < steps else "\n", flush=True)
+    return on_step
+
+def save_checkpoint(path, arrays, meta):
+    """Write aside, flush, rename: at every moment the file at `path` is a whole one, old or new."""
+    aside = path.with_name(path.name + ".part")
+    with open(aside, "wb") as f:
+        np.savez(f, meta=np.array(json.dumps(meta)), **arrays)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(aside, path)
+
+def load_checkpoint(path, arrays, settings):
+    """Read a checkpoint into `arrays`, all or nothing -> its meta; whatever is amiss is refused."""
+    try:
+        with np.load(path, allow_pickle=False) as f:
+            read = {name: f[name] for name in f.files}
+        meta = json.loads(str(read.pop("meta")))
+        meta["history"] = [PPOStats(**stats) for stats in meta["history"]]
+        theirs = {key: meta[key] for key in ("settings", "beta", "t", "rng")}["settings"]
+    except Exception as error:  # whatever zip, NumPy or JSON make of a foreign or cut-off file
+        raise ValueError(f"{path} is not a whole checkpoint of tinyrlhf: {error}") from None
+    for name in settings:
+        if settings[name] != theirs.get(name):
+            raise ValueError(f"{path}: {name} was {theirs.get(name)}, now it is {settings[name]}")
+    form = lambda named: {name: (a.shape, a.dtype) for name, a in named.items()}
+    if form(read) != form(arrays):
+        raise ValueError(f"{path} holds other arrays than these models have")
+    for name, a in arrays.items():
+        a[...] = read[name]
+    return meta
+
+def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), *, rng,
+              ptx_batch=None, on_step=None, checkpoint=None):
+    """cfg.steps times: rollout, score, update, turn beta -> list of PPOStats.
+    reward_fn(tokens (B, T), token_mask (B, T)) -> (B,) finite numbers. on_step(step, stats) is
+    called after each step. checkpoint=PATH saves after each step; if the file exists, training goes
+    on from it bit for bit, under the same settings but for `steps`."""
+    opt, history, beta = Adam(policy.parameters() + critic.parameters(), cfg.lr), [], cfg.beta
+    if checkpoint is not None:
+        path = Path(checkpoint)
+        arrays = {f"policy/{n}": p.data for n, p in policy.params.items()}
+        arrays |= {f"critic/{n}": p.data for n, p in critic.params.items()}
+        arrays |= {f"adam_{key}/{i}": a for key in "mv" for i, a in enumerate(getattr(opt, key))}
+        digest = hashlib.sha256(b"".join(p.data.tobytes() for p in ref.parameters())).hexdigest()
+        settings = asdict(cfg) | {
+            "steps": None, "eos_id": int(eos_id), "model": asdict(policy.cfg), "reference": digest,
+            "prompts": [np.asarray(p).tolist() for p in prompts]}
+        if path.exists():
+            meta = load_checkpoint(path, arrays, settings)
+            history, beta, opt.t = meta["history"], meta["beta"], meta["t"]
+            rng.bit_generator.state = meta["rng"]
+    for step in range(len(history), cfg.steps):
+        roll = collect_rollouts(policy, ref, critic, prompts, cfg.max_new_tokens, eos_id, rng=rng,
+                                temperature=cfg.temperature)
+        began = time.perf_counter()
+        token_mask = np.pad(roll.mask, ((0, 0), (1, 0)))  # the shift undone: (B, T-1) -> (B, T)
+        scores = reward_fn(roll.tokens.copy(), token_mask)
+        scores = check_scores(scores, len(roll.tokens), "the reward of reward_fn")
+        roll.seconds["scoring"] += time.perf_counter() - began
+        stats = ppo_update(policy, critic, opt, roll, scores, beta, cfg, rng=rng,
+                           ptx_batch=ptx_batch)
+        history.append(stats)
+        if cfg.kl_target is not None:
+            beta = AdaptiveKLController(beta, cfg.kl_target, cfg.kl_horizon).update(stats.kl)
+        if checkpoint is not None:
+            save_checkpoint(path, arrays, {
+                "settings": settings, "history": [asdict(s) for s in history], "beta": beta,
+                "t": opt.t, "rng": rng.bit_generator.state})
+        if on_step is not None:
+            on_step(step, stats)
+    return history
+
+# ======================================================== 13. the exact answer, by enumeration
+# On a tiny vocabulary every response can be listed, so J, the KL and the best policy are sums.
+
+ExactObjective = namedtuple("ExactObjective", "reward kl J J_ref J_star fraction entropy "
+                                              "tokens mask logp logp_ref logp_star")
+
+def enumerate_responses(vocab_size, max_new_tokens, eos_id):
+    """Every response once -> tokens (R, N), mask (R, N); behind the end token stands eos_id."""
+    V, N = vocab_size, max_new_tokens
+    count = (V - 1) ** N + sum((V - 1) ** n for n in range(N))  # ends never, or after n others
+    if count > 200_000:
+        raise ValueError(f"enumerate_responses: vocab_size={V}, max_new_tokens={N} give {count:,} "
+                         "responses; at most 200,000 can be listed")
+    as_ids(eos_id, V, "enumerate_responses: eos_id")
+    live, rows = np.zeros((1, 0), np.int64), []  # responses that have not ended yet
+    for n in range(N):
+        longer = np.column_stack([np.repeat(live, V, axis=0), np.tile(np.arange(V), len(live))])
+        ends = longer[:, -1] == eos_id
+        rows.append(np.pad(longer[ends], ((0, 0), (0, N - n - 1)), constant_values=eos_id))
+        live = longer[~ends]
+    tokens = np.concatenate([*rows, live])
+    ends = tokens == eos_id
+    return tokens, (np.cumsum(ends, axis=1) - ends == 0).astype(float)  # nothing ended before it
+
+def response_log_probs(model, prompt, tokens, mask):
+    """log pi(response | prompt) of listed responses -> Tensor (R,); their gradient is exact."""
+    rows = np.concatenate([np.tile(prompt, (len(tokens), 1)), tokens], axis=1)  # (R, P + N)
+    logp = token_log_probs(model(rows), rows)[:, len(prompt) - 1:]
+    return (logp * mask).sum(axis=1)
+
+def exact_objective(policy, ref, prompt, reward_fn, max_new_tokens, eos_id, beta):
+    """What PPO maximises, and the best that can be reached -> ExactObjective, summed in float64.
+    prompt (P,) ids; reward_fn(tokens (R, P + N), token_mask) -> (R,); beta > 0. reward, kl, entropy
+    (nats) are of whole responses under the policy; J = reward - beta kl; J_ref of the reference;
+    J_star = beta log Z of the optimum pi* = pi_ref exp(r / beta) / Z; fraction = (J - J_ref) /
+    (J_star - J_ref); then all responses, (R, N), and their log-probs (R,) under the three models.
+    J = beta log Z - beta KL(pi || pi*): the chapter, 2.1; Korbak et al. 2022."""
+    as_number(beta, "exact_objective: beta", 0.0, above=True)
+    tokens, mask = enumerate_responses(policy.cfg.vocab_size, max_new_tokens, eos_id)
+    with no_grad():
+        logp, logp_ref = (np.asarray(response_log_probs(m, prompt, tokens, mask), np.float64)
+                          for m in (policy, ref))
+    whole = np.concatenate([np.tile(prompt, (len(tokens), 1)), tokens], axis=1)
+    r = reward_fn(whole, np.pad(mask, ((0, 0), (len(prompt), 0))))
+    r = check_scores(r, len(tokens), "the reward of reward_fn").astype(np.float64)
+    tilted = logp_ref + r / beta
+    log_z = tilted.max() + math.log(np.exp(tilted - tilted.max()).sum())
+    p = np.exp(logp)
+    reward, kl, J_ref, J_star = p @ r, p @ (logp - logp_ref), np.exp(logp_ref) @ r, beta * log_z
+    J = reward - beta * kl
+    fraction = (J - J_ref) / (J_star - J_ref) if J_star - J_ref > 1e-12 else 1.0
+    return ExactObjective(*map(float, (reward, kl, J, J_ref, J_star, fraction, -(p @ logp))),
+                          tokens, mask, logp, logp_ref, tilted - log_z)
+
+# ======================================================== 15. the demo and the command line
+# Film reviews from a small grammar, and a judge who prefers one review to another, with some noise.
+
+WORDS = ("<end> the film plot cast music was felt very and but i loved liked hated great moving "
+         "funny fine slow dull awful").split()
+VALUE = {"great": 2.0, "moving": 1.5, "funny": 1.0, "fine": 0.3, "slow": -0.7, "dull": -1.0,
+         "awful": -2.0, "loved": 1.5, "liked": 0.5, "hated": -1.5}  # the judge's taste, hidden
+PROMPTS = [[WORDS.index(w) for w in p.split()] for p in
+           ("the film", "the plot was", "i", "the cast felt very")]
+
+def review(rng):
+    """One sentence of the grammar as ids: a clause, half of the time two, and the end."""
+    say = lambda words: str(rng.choice(words.split()))
+    subject = lambda: "the " + say("film plot cast music")
+    verdict = lambda: (f"{subject()} {say('was felt')} {'very ' * (rng.random() < 0.3)}"
+                       + say("great moving funny fine slow dull awful"))
+    opinion = lambda: f"i {say('loved liked hated')} {subject()}"
+    clause = lambda: verdict() if rng.random() < 0.7 else opinion()
+    text = clause() + (f" {say('and but')} {clause()}" if rng.random() < 0.5 else "") + " <end>"
+    return [WORDS.index(word) for word in text.split()]
+
+def gold_score(tokens, token_mask):
+    """What the judge feels: the words' values, half as much again after `very`, less .1 a word."""
+    worth = np.array([VALUE.get(word, 0.0) for word in WORDS])[tokens]
+    strong = np.roll(tokens == WORDS.index("very"), 1, axis=1)
+    return ((worth * (1 + 0.5 * strong) - 0.1) * token_mask).sum(axis=1)
+
+def fit(model, lr, steps, loss_of):
+    """Adam on loss_of(), steps times; returns the last loss."""
+    opt = Adam(model.parameters(), lr)
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        opt.step()
+    return float(loss)
+
+def train_sft(policy, rng):
+    """Imitate reviews of the grammar, 64 a step -> the last loss, in nats a token."""
+    def loss_of():
+        rows = [review(rng) for _ in range(64)]
+        labels = np.array([row + [-100] * (policy.cfg.max_len - len(row)) for row in rows])
+        return sft_loss(policy(np.maximum(labels, 0)), labels)
+    return fit(policy, 3e-3, 300, loss_of)
+
+def train_reward_model(policy, rng, pairs=2000):
+    """Learn from a judge's noisy choices -> (model, held-out accuracy, the best possible one)."""
+    prompts = PROMPTS * (pairs // len(PROMPTS))
+    a, b = (sample(policy, prompts, 10, 0, rng=rng) for _ in "ab")
+    margin = gold_score(a.tokens, a.token_mask) - gold_score(b.tokens, b.token_mask)
+    p_first = 1 / (1 + np.exp(-margin))  # Bradley-Terry: the closer the call, the more errors
+    first = rng.random(pairs) < p_first
+    model, held_out = TinyCritic.from_backbone(policy), np.arange(pairs) >= 0.75 * pairs
+    score = lambda s, rows: score_sequences(model, s.tokens[rows], s.token_mask[rows])
+
+    def loss_of():
+        rows = rng.choice(np.flatnonzero(~held_out), 64)
+        gap = (score(a, rows) - score(b, rows)) * np.where(first[rows], 1, -1)
+        return reward_model_loss(gap, np.zeros(64))
+    fit(model, 2e-3, 300, loss_of)
+    with no_grad():
+        agrees = (score(a, held_out) - score(b, held_out)).data * (first[held_out] - 0.5) > 0
+    return model, agrees.mean(), np.maximum(p_first, 1 - p_first)[held_out].mean()
+
+def show_samples(title, policy, ref, reward, beta):
+    """Means over 256 samples, and one sample a prompt: score - beta kl = total, beside the gold."""
+    s = sample(policy, PROMPTS * 64, 10, 0, rng=np.random.default_rng(1))
+    with no_grad():
+        logp_ref = token_log_probs(ref(s.tokens), s.tokens).data
+    score, gold = reward(s.tokens, s.token_mask), gold_score(s.tokens, s.token_mask)
+    cost = beta * ((s.logp - logp_ref) * s.token_mask[:, 1:]).sum(axis=1)
+    print(f"\n{title}: mean score {score.mean():.2f}, gold {gold.mean():.2f}, "
+          f"KL {cost.mean() / beta:.2f} nats\n  score  -beta*KL   total    gold   sample")
+    for i in range(len(PROMPTS)):
+        end = len(PROMPTS[i]) + int(s.token_mask[i].sum())
+        words = " ".join(WORDS[t] for t in s.tokens[i, :end])
+        print(f"{score[i]:7.2f} {-cost[i]:10.2f} {score[i] - cost[i]:7.2f} {gold[i]:7.2f}  ", words)
+
+def demo(seed=0, beta=0.3, target=2.5, steps=150):
+    """SFT, reward model, PPO; what PPO changed, and how long it took -> the history of PPO."""
+    rng = np.random.default_rng(seed)
+    print("compiling the kernels: once, some 10 s, then cached", flush=True)
+    policy = TinyCausalLM(ToyLMConfig(len(WORDS), max_len=16), rng)
+    print(f"1 SFT: loss {train_sft(policy, rng):.2f} nats a token", flush=True)
+    model, accuracy, best = train_reward_model(policy, rng)
+    print(f"2 reward model: held-out accuracy {accuracy:.1%}; the judge's noise allows {best:.1%}")
+
+    def reward(tokens, token_mask):
+        with no_grad():
+            return score_sequences(model, tokens, token_mask).data
+    ref, critic = policy.frozen_copy(), TinyCritic.from_backbone(model)
+    cfg = PPOConfig(steps=steps, max_new_tokens=10, beta=beta, kl_target=target, kl_horizon=8,
+                    lr=2e-3)
+    print(f"3 PPO: {steps} steps of 64 responses, KL target {target} nats per sequence", flush=True)
+    history = train_ppo(policy, ref, critic, PROMPTS * 16, reward, 0, cfg, rng=rng,
+                        on_step=progress(steps))
+    for title, sampler in (("before", ref), ("after", policy)):
+        show_samples(title, sampler, ref, reward, history[-1].beta)
+    spent = {name: sum(s.seconds[name] for s in history) for name in history[0].seconds}
+    print(f"\nbeta {history[0].beta:.3f} -> {history[-1].beta:.3f}, KL "
+          f"{np.mean([s.kl for s in history[-10:]]):.2f} nats per sequence over the last 10 steps; "
+          + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items()))
+    return history
+
+def main():
+    """The command line: no argument runs the demo."""
+    parser = argparse.ArgumentParser(description="RLHF with PPO in one file; runs the demo")
+    parser.parse_args()
+    demo()
+
+if __name__ == "__main__":
+    main()
