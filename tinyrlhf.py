@@ -127,18 +127,15 @@ def check_scores(scores, rows, name="scores"):
         raise ValueError(f"{name} is {scores[row]} in row {row}; finite numbers are needed")
     return scores
 
-numba.config.THREADING_LAYER = "workqueue"  # OpenMP's idle threads would spin against the BLAS's
-
-def kernel(function, parallel=False):
+def kernel(function):
     """numba.njit: compiled at its first call, cached on disk where a cache can be written.
-    Sums may be reordered for SIMD; NaN and infinity keep their meaning (no `nnan`, no `ninf`)."""
-    options = {"parallel": parallel, "fastmath": {"reassoc", "contract", "nsz"}}
+    Sums may be reordered for SIMD; NaN and infinity keep their meaning (no `nnan`, no `ninf`). One
+    thread: two made the same seed give other last bits when compiled anew than from the cache."""
+    fastmath = {"reassoc", "contract", "nsz"}
     try:
-        return numba.njit(cache=True, **options)(function)
+        return numba.njit(cache=True, fastmath=fastmath)(function)
     except RuntimeError:  # no directory for a cache: compile anew in each process
-        return numba.njit(**options)(function)
-
-parallel_kernel = functools.partial(kernel, parallel=True)  # its prange loops share out the rows
+        return numba.njit(fastmath=fastmath)(function)
 
 # ======================================================== 1. autograd
 # An operation is a rule: its value, and its vector-Jacobian product (vjp), which turns the gradient
@@ -391,13 +388,13 @@ def gelu(x):
     slope = lambda: 1 + t + x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x)
     return x * (1 + t) / 2, lambda g: (g * slope() / 2,)
 
-@parallel_kernel
+@kernel
 def _attend(qkv, kv, key, start, rows, probs, out):
     B, H, n, _ = probs.shape
     d = out.shape[3]
     number = probs.dtype.type
     zero, scale, low = number(0), number(1 / math.sqrt(d)), number(-np.inf)
-    for bh in numba.prange(B * H):
+    for bh in range(B * H):
         b, h, r = bh // H, bh % H, rows[bh // H]
         for i in range(n):
             m, p = start[b] + i + 1, probs[b, h, i]  # query i sees m keys, no more
@@ -540,7 +537,7 @@ def last_response_index(mask):
         raise shape_error("last_response_index", "(B, T)", mask=mask)
     for row in np.flatnonzero(~inside.any(axis=1))[:1]:
         raise ValueError(f"row {row} has no response token: its mask is all zeros")
-    return inside.shape[1] - 1 - inside[:, ::-1].argmax(axis=1)
+    return inside.shape[1] - 1 - inside[:, ::-1].argmax(axis=1) if inside.size else np.zeros(0, int)
 
 def score_sequences(model, tokens, token_mask):
     """A reward model's score of each response -> Tensor (B,); tokens and token_mask (B, T).
@@ -599,9 +596,9 @@ def clip_grad_norm(params, max_norm):
 # ======================================================== 4. log-probs, entropy, sampling
 # Policy, reference and update all score what was sampled from: softmax(logits / temperature).
 
-@parallel_kernel
+@kernel
 def _categorical(x, ids, temperature, p, logp, entropy):
-    for n in numba.prange(len(x)):
+    for n in range(len(x)):
         top, norm, mean = x[n].max(), x.dtype.type(0), x.dtype.type(0)
         for v in range(x.shape[1]):
             z = (x[n, v] - top) / temperature
@@ -636,13 +633,14 @@ def log_probs_and_entropy(logits, tokens, temperature=1.0, name="tokens"):
     """logits (B, T, V), tokens (B, T) -> Tensors (B, T-1): log pi(tokens[:, t+1]), entropy."""
     both = categorical(logits, ids=np.roll(tokens, -1, axis=-1), temperature=temperature, name=name)
     both = both[..., :-1]  # behind the last token there is no action
-    if np.isnan(both.data).any():
-        raise ValueError("logits hold nan, +inf, or a row of nothing but -inf")
     return both[0], both[1]
 
 def token_log_probs(logits, tokens, temperature=1.0):
     """log pi(tokens[:, t+1] | tokens[:, :t+1]) -> Tensor (B, T-1); logits (B, T, V), ids (B, T)."""
-    return log_probs_and_entropy(logits, tokens, temperature)[0]
+    logp, _ = log_probs_and_entropy(logits, tokens, temperature)
+    if np.isnan(logp.data).any():
+        raise ValueError("logits hold nan, +inf, or a row of nothing but -inf")
+    return logp
 
 @op
 def mean_over(x, mask):
@@ -665,6 +663,8 @@ def filter_probs(logits, *, temperature=1.0, top_k=None, top_p=None):
     set of likeliest ids whose mass reaches p, and at least one (Holtzman et al. 2020)."""
     z = as_float(logits, "logits").astype(np.float64)
     as_number(temperature, "temperature", 0.0)
+    top_k = z.shape[-1] if top_k is None else as_number(top_k, "top_k", 1, whole=True)
+    top_p = 1.0 if top_p is None else as_number(top_p, "top_p", 0.0, 1.0)
     z -= z.max(axis=-1, keepdims=True)
     if np.isnan(z).any():
         raise ValueError("logits hold NaN or +inf, or nothing but -inf in a row")
@@ -672,15 +672,13 @@ def filter_probs(logits, *, temperature=1.0, top_k=None, top_p=None):
         return np.eye(z.shape[-1])[z.argmax(axis=-1)]
     with np.errstate(over="ignore"):
         p = np.exp(z / temperature)
-    if top_k is not None or top_p is not None:
+    if top_k < z.shape[-1] or top_p < 1:
         order = np.argsort(-p, axis=-1, kind="stable")  # stable: the lower id first among equals
         ranked = np.take_along_axis(p, order, axis=-1)
-        if top_k is not None:
-            ranked[..., as_number(top_k, "top_k", 1, whole=True):] = 0
-        if top_p is not None and as_number(top_p, "top_p", 0.0, 1.0) < 1:
-            before = np.cumsum(ranked, axis=-1) - ranked  # the mass ahead of each id
-            beyond = before >= top_p * ranked.sum(axis=-1, keepdims=True)
-            ranked[..., 1:][beyond[..., 1:]] = 0  # subtle: the id that crosses p stays
+        ranked[..., top_k:] = 0
+        before = np.cumsum(ranked, axis=-1) - ranked  # the mass ahead of each id
+        beyond = before >= top_p * ranked.sum(axis=-1, keepdims=True)
+        ranked[..., 1:][beyond[..., 1:] & (top_p < 1)] = 0  # subtle: the id that crosses p stays
         np.put_along_axis(p, order, ranked, axis=-1)
     return p / p.sum(axis=-1, keepdims=True)
 
@@ -772,11 +770,12 @@ def kl_estimates(logp, logp_ref, kind):
     if not np.isfinite(d).all():
         raise ValueError("kl_estimates: logp or logp_ref holds nan or inf")
     x = np.minimum(-d, 20)
-    kinds = {"k1": (d, np.ones_like(d)), "k2": (d * d / 2, d), "abs": (np.abs(d), np.sign(d)),
-             "k3": (np.maximum(np.expm1(x) - x, 0), -np.expm1(x))}  # value, derivative by logp
+    kinds = {"k1": lambda: (d, np.ones_like(d)), "k2": lambda: (d * d / 2, d),  # value, slope
+             "k3": lambda: (np.maximum(np.expm1(x) - x, 0), -np.expm1(x)),
+             "abs": lambda: (np.abs(d), np.sign(d))}
     if kind not in kinds:
         raise ValueError(f"kl_estimates: kind must be one of {', '.join(kinds)}, got {kind!r}")
-    value, slope = kinds[kind]
+    value, slope = kinds[kind]()
     return node(value, (t,), lambda g: (g * slope,)) if isinstance(logp, Tensor) else value
 
 # ======================================================== 6. rewards and advantages
@@ -798,9 +797,9 @@ def shaped_rewards(scores, logp_policy, logp_ref, response_mask, beta):
     rewards[np.arange(len(last)), last] += scores.astype(logp.dtype)
     return rewards
 
-@parallel_kernel
+@kernel
 def _gae(rewards, values, inside, gamma, lam, advantages, returns):
-    for b in numba.prange(len(rewards)):
+    for b in range(len(rewards)):
         next_adv = next_value = rewards.dtype.type(0)
         for t in range(rewards.shape[1] - 1, -1, -1):
             if inside[b, t]:
@@ -1191,7 +1190,8 @@ ExactObjective = namedtuple("ExactObjective", "reward kl J J_ref J_star fraction
 
 def enumerate_responses(vocab_size, max_new_tokens, eos_id):
     """Every response once -> tokens (R, N), mask (R, N); behind the end token stands eos_id."""
-    V, N = vocab_size, max_new_tokens
+    V = as_number(vocab_size, "enumerate_responses: vocab_size", 1, 10**6, whole=True)
+    N = as_number(max_new_tokens, "enumerate_responses: max_new_tokens", 1, 200, whole=True)
     count = (V - 1) ** N + sum((V - 1) ** n for n in range(N))  # ends never, or after n others
     if count > 200_000:
         raise ValueError(f"enumerate_responses: vocab_size={V}, max_new_tokens={N} give {count:,} "
