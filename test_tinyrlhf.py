@@ -1485,7 +1485,7 @@ def slow_responses(V, N, eos):
     cut = lambda word: word[:word.index(eos) + 1] if eos in word else word
     return {cut(word) for word in itertools.product(range(V), repeat=N)}
 
-def slow_logp(model, prompt, response):
+def slow_response_logp(model, prompt, response):
     """log pi of a response by one forward pass a token, in Python floats."""
     prefix, out = list(prompt), 0.0
     for token in response:
@@ -1501,7 +1501,8 @@ def slow_exact(policy, ref, prompt, reward_fn, N, eos, beta):
     for response in sorted(slow_responses(policy.cfg.vocab_size, N, eos)):
         whole = np.array([[*prompt, *response]])
         mask = np.array([[0.0] * len(prompt) + [1.0] * len(response)])
-        rows.append((slow_logp(policy, prompt, response), slow_logp(ref, prompt, response),
+        rows.append((slow_response_logp(policy, prompt, response),
+                     slow_response_logp(ref, prompt, response),
                      float(reward_fn(whole, mask)[0])))
     mean = lambda f: math.fsum(math.exp(lp) * f(lp, lr, r) for lp, lr, r in rows)
     reward, kl = mean(lambda lp, lr, r: r), mean(lambda lp, lr, r: lp - lr)
@@ -1537,7 +1538,7 @@ def test_probabilities_of_listed_responses_sum_to_one(V, N, eos, prompt):
     assert logp.dtype == np.float64 and abs(np.exp(logp.data).sum() - 1) < 1e-12
     for row in range(0, len(tokens), max(1, len(tokens) // 17)):
         response = tokens[row][mask[row] > 0]
-        assert abs(logp.data[row] - slow_logp(policy, prompt, response)) < 1e-12
+        assert abs(logp.data[row] - slow_response_logp(policy, prompt, response)) < 1e-12
 
 @pytest.mark.parametrize("V, N, eos, prompt, beta", [
     (2, 4, 1, [0], 0.1), (3, 3, 2, [0, 1, 1], 0.5), (4, 3, 0, [1], 1.0), (5, 2, 3, [2, 4], 3.0)])
