@@ -8,7 +8,7 @@ Thesis: a language model is a policy whose actions are tokens. Score whole respo
 reward, charge every token for its distance from a frozen reference, and climb the sum with clipped
 policy gradients. All of it is here, on NumPy arrays, and runs on a laptop in seconds.
 
-    python tinyrlhf.py    the demo: SFT, reward model, PPO, samples before and after
+    python tinyrlhf.py    the demo: supervised fine-tuning (SFT), reward model, PPO, what it changed
 
 Read from top to bottom; nothing is used before it is defined.
 
@@ -16,7 +16,7 @@ Read from top to bottom; nothing is used before it is defined.
     1  autograd                    6  rewards and advantages        11  the PPO update
     2  transformer                 7  the two clipped losses        12  the training loop
     3  Adam, gradient clipping     8  the KL controller             13  the exact answer
-    4  log-probs, sampling         9  SFT, reward-model losses      15  demo, command line
+    4  log-probs, sampling         9  SFT, reward-model losses      14  demo, command line
 
 Names. B rows, P prompt tokens, N new tokens, T = P + N; D width, H heads, V vocabulary.
 
@@ -27,7 +27,8 @@ Names. B rows, P prompt tokens, N new tokens, T = P + N; D width, H heads, V voc
     logp_old  (B, T-1)   log pi(a|s) as recorded while sampling
     kl        (B, T-1)   logp_old - logp_ref: a signed sample; its sum is in nats per sequence
     rewards   (B, T-1)   R_t = -beta * kl_t, plus the score on the last response token
-    advantages, returns  A_t from GAE, and the critic's target G_t = A_t + V_t; (B, T-1) each
+    advantages (B, T-1)  A_t: how much better the action was than V expected, by GAE (section 6)
+    returns    (B, T-1)  G_t = A_t + V_t, what V should have been
 
 The shift. Everything per token is (B, T-1): index t is the action tokens[:, t+1], taken in the
 state tokens[:, :t+1]. Here P = 3, N = 4, and the response ends early:
@@ -37,13 +38,13 @@ state tokens[:, :t+1]. Here P = 3, N = 4, and the response ends early:
     token_mask        0      0      0      1      1      0      0       (B, T), over tokens
     t                     0      1      2      3      4      5
     response_mask         0      0      1      1      0      0          (B, T-1) = token_mask[:, 1:]
-    rewards               0      0     R_2  R_3+score 0      0
+    rewards               0      0   -b kl_2  -b kl_3 + score  0      (b is beta)
     values[:, 2] is V("the film was"), the state before the action "great" is taken
 
-Rows are left-aligned (prompt, response, padding), so causal attention never meets padding and no
-forward pass needs to know of it. Masks come from the sampler's own bookkeeping, never from ids.
-What this is not: a trainer for real models (no GPU, no half precision, no sharding), nor a ranking
-of methods. "The chapter" and "the lesson" are the two texts that README.md introduces.
+Rows are left-aligned (prompt, response, padding), so no real token attends to padding and no
+forward pass needs to know of it. The sampler's masks are its own bookkeeping, never read off ids.
+What this is not: a trainer for real models (no GPU, no half precision, no sharding). "The chapter"
+is a text that README.md introduces. The same four models at 7B: examples/estimator.py.
 """
 import argparse
 import contextlib
@@ -76,7 +77,7 @@ def as_float(x, name):
 def as_ids(x, vocab_size, name):
     """Token ids of any shape -> int64. NumPy wraps negative ids, numba checks none; this does."""
     ids = np.asarray(x)
-    if ids.dtype.kind not in "ui":
+    if ids.size and ids.dtype.kind not in "ui":
         raise TypeError(f"{name} has dtype {ids.dtype}; token ids are integers")
     for bad in ids[(ids < 0) | (ids >= vocab_size)][:1]:
         raise ValueError(f"{name} holds the id {bad}; the vocabulary is 0 to {vocab_size - 1}")
@@ -179,7 +180,7 @@ class Tensor:
     __array__ = lambda self, dtype=None, copy=None: np.array(self.data, dtype, copy=copy)
 
     def backward(self):
-        """Add dself/dx to the .grad of every leaf x below this scalar; this uses the graph up."""
+        """Add dself/dx to the .grad of every leaf (made by no operation); uses the graph up."""
         if self.data.size != 1:
             raise ValueError(f"backward starts from one number, this Tensor has shape {self.shape}")
         if not self.requires_grad:
@@ -198,7 +199,7 @@ class Tensor:
             t = order.pop()
             g = grads.pop(t)
             if not t._parents:  # a leaf; subtle: np.array copies, for others may hold the same g
-                t.grad = np.array(g, order="C") if t.grad is None else t.grad + g
+                t.grad = np.array(g, order="C") if t.grad is None else np.asarray(t.grad + g)
                 continue
             for p, gp in zip(t._parents, t._vjp(g)):
                 if p.requires_grad:
@@ -252,8 +253,8 @@ clip = op(lambda x, low, high: (np.clip(x, low, high), lambda g: (g * ((low <= x
 maximum = op(lambda x, y: (np.maximum(x, y), lambda g: (g * (x >= y), g * (x < y))))
 minimum = op(lambda x, y: (np.minimum(x, y), lambda g: (g * (x <= y), g * (x > y))))
 
-transpose = op(lambda x, axes: (
-    x.transpose(axes), lambda g: (g.transpose(None if axes is None else np.argsort(axes)),)))
+transpose = op(lambda x, axes: (x.transpose(axes), lambda g: (
+    g.transpose(None if axes is None else np.argsort(np.mod(axes, x.ndim))),)))
 
 @op
 def reduce(x, f, axis, keepdims):
@@ -414,16 +415,16 @@ def _gelu_vjp(g, x, t, dx):
 @op
 def gelu(x):
     """x/2 (1 + tanh(C (x + .044715 x^3))), C = sqrt(2/pi): Hendrycks and Gimpel 2016."""
-    t = x * x  # in place from here on: half the time of fresh arrays
+    t = np.asarray(x * x)  # in place from here on: half the time of fresh arrays
     t *= 0.044715 * GELU_C
     t += GELU_C
     t *= x
     np.tanh(t, out=t)  # NumPy's is SIMD, numba's is not: 8 times faster
-    y = t + 1
+    y = np.asarray(t + 1)
     y *= x
     y *= 0.5
     def vjp(g):
-        dx = np.empty_like(x)
+        dx = np.empty(x.shape, x.dtype)
         _gelu_vjp(*map(np.ravel, (g, x, t)), dx.reshape(-1))
         return (dx,)
     return y, vjp
@@ -493,8 +494,8 @@ class KVCache:
 
 class TinyCausalLM:
     """GPT-2 in small: learned positions, LayerNorm before each part, output head tied to the input.
-    lm(tokens (B, T), cache=None) -> logits (B, T, V). With a cache, tokens go on from what it holds
-    and nothing is recorded for a backward."""
+    lm(tokens (B, T), cache=None) -> logits (B, T, V). With a cache tokens go on from what it holds:
+    decode under no_grad(), for no gradient flows through it."""
     def __init__(self, cfg, rng):
         """Normal(0, .02); projections onto the residual stream smaller by sqrt(2 layers)."""
         D, small = cfg.d_model, 0.02 / math.sqrt(2 * cfg.n_layers)
@@ -739,6 +740,7 @@ Samples = namedtuple("Samples", "tokens token_mask logp ended")  # (B, T) (B, T)
 def sample(policy, prompts, max_new_tokens, eos_id, *, rng, temperature=1.0, top_k=None, top_p=None,
            pad_id=None):
     """Sample responses token by token through a KV cache -> Samples; T = P + N, needed or not.
+    N passes one after the other, each reading every weight for one token a row: PPO's slow part.
     prompts: (B, P) ids, or lists of different lengths. A row ends with eos_id, which token_mask
     includes, or after max_new_tokens, and is filled up with pad_id (default eos_id). logp is of the
     distribution really sampled from, 0 outside the response. Row b uses the uniforms
@@ -799,7 +801,7 @@ def whiten(x, mask, shift_mean=True):
 def kl_estimates(logp, logp_ref, kind):
     """Estimates of KL(pi || pi_ref), in nats, from samples of pi; equal shapes -> the same shape.
     With d = logp - logp_ref: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, abs = |d| (Schulman 2020).
-    k3 bounds -d by 20 to stay finite. A Tensor logp gives a Tensor, anything else an array.
+    abs is for comparison, no estimate. k3 bounds -d by 20 to stay finite. A Tensor gives a Tensor.
     >>> kl_estimates([-1.0, -0.5], [-0.5, -1.0], "k3").round(4)
     array([0.1487, 0.1065])
     """
@@ -822,8 +824,9 @@ def kl_estimates(logp, logp_ref, kind):
 
 def shaped_rewards(scores, logp_policy, logp_ref, response_mask, beta):
     """R_t = -beta (log pi - log pi_ref) + 1[t is the last response token] score -> (B, T-1).
-    scores (B,), the others (B, T-1); 0 outside the response. The KL is paid token by token, the
-    score comes once. A row without a response token raises. Ziegler et al. 2019; the chapter, 2.1.
+    scores (B,), the others (B, T-1); 0 outside the response. The KL of a sequence is the expected
+    sum of its tokens' log-ratios; as a reward (a constant, not a loss) GAE can credit each token
+    with the KL that follows. A row without response raises. Ziegler et al. 2019; the chapter, 2.1.
     >>> logp, logp_ref, mask = [[-1, -.5, -2, -.1]], [[-1.2, -.5, -1, -.1]], [[1, 1, 1, 1]]
     >>> shaped_rewards([1.5], logp, logp_ref, mask, 0.1).round(2) + 0
     array([[-0.02,  0.  ,  0.1 ,  1.5 ]])
@@ -886,9 +889,11 @@ def _ppo_clip(logp_new, logp_old, advantages, inside, eps, grad):
 
 def ppo_clip_loss(logp_new, logp_old, advantages, response_mask, clip_eps):
     """L = -mean_t min(r A, clip(r, 1 - eps, 1 + eps) A), r = exp(logp_new - logp_old).
-    All (B, T-1) -> (scalar Tensor, clip_frac: share of tokens with |r - 1| > eps). The mean is over
-    response tokens. Only logp_new carries a gradient: 0 once r has moved by eps the way A wants it,
-    never 0 the other way. log r is bounded to +-20 before exp. Schulman et al. 2017, equation 7.
+    All (B, T-1) -> (scalar Tensor, clip_frac: share of tokens with |r - 1| > eps). E_old[r A] is
+    importance sampling: at r = 1 its gradient is E[A grad log pi], the policy gradient. The clip, a
+    cheap stand-in for a KL trust region, bounds the incentive, not r: the gradient by logp_new is 0
+    once r has moved by eps the way A wants, else -r A / n; log r is bounded to +-20 before exp.
+    Schulman et al. 2017, equation 7.
     >>> for r, A in (1.5, 3), (1.5, -3), (0.5, 3):
     ...     print(round(float(ppo_clip_loss([[math.log(r)]], [[0.0]], [[A]], [[1]], 0.2)[0]), 6))
     -3.6
@@ -917,7 +922,7 @@ def _value(values, old_values, returns, inside, eps, grad):
 
 def value_loss(values, old_values, returns, response_mask, clip_eps=0.2):
     """mean_t 1/2 max((V - G)^2, (clip(V, V_old - eps, V_old + eps) - G)^2) -> scalar Tensor.
-    All (B, T-1); eps is in units of the reward. Only values carries a gradient. max, the
+    All (B, T-1); eps is in units of the score. Only values carries a gradient. max, the
     pessimistic choice, takes away what a move beyond eps from V_old would gain. The chapter, 2.3.
     """
     new = as_tensor(values, "values")
@@ -935,7 +940,7 @@ class AdaptiveKLController:
     def __init__(self, beta, target, horizon=10):
         self.beta = as_number(beta, "AdaptiveKLController: beta", 0.0, above=True)
         self.target = as_number(target, "AdaptiveKLController: target", 0.0, above=True)
-        self.horizon = as_number(horizon, "AdaptiveKLController: horizon", 0.0, above=True)
+        self.horizon = as_number(horizon, "AdaptiveKLController: horizon", 1)
 
     def update(self, kl):
         """beta <- beta (1 + clip(kl / target - 1, -.2, .2) / horizon); returns the new beta.
@@ -984,7 +989,7 @@ class PPOConfig:
     gamma: float = 1.0                 # discount a token, 0 to 1
     lam: float = 0.95                  # GAE's lambda, 0 (trust the critic) to 1 (trust the sample)
     max_grad_norm: float = 1.0         # of policy and critic together, above 0
-    target_kl: float | None = None     # mean k3(old, new) a token that ends the epochs; None: never
+    target_kl: float | None = None     # KL(old || new) a token, by k3, that ends the epochs
     whiten_advantages: bool = True     # to mean 0, std 1 over the response tokens of the rollout
     whiten_rewards: bool = False       # to std 1, the mean kept
     missing_eos_penalty: float = 0.0   # taken off the score of a row that did not end, 0 or more
@@ -992,7 +997,7 @@ class PPOConfig:
     ptx_coef: float = 0.0              # weight of the SFT loss mixed in (PPO-ptx), 0 or more
 
     def __post_init__(self):
-        above = ("kl_target", "kl_horizon", "max_grad_norm", "target_kl", "temperature")
+        above = ("kl_target", "max_grad_norm", "target_kl", "temperature")
         for f in fields(self):
             value, name, whole = getattr(self, f.name), f"PPOConfig: {f.name}", "int" in str(f.type)
             if isinstance(f.default, bool):
@@ -1000,13 +1005,15 @@ class PPOConfig:
                     raise ValueError(f"{name} must be True or False, got {value!r}")
             elif value is not None or f.default is not None:  # None only where it is the default
                 high = 1.0 if f.name in ("gamma", "lam") else math.inf
-                as_number(value, name, int(whole), high, above=f.name in above, whole=whole)
+                low = int(whole or f.name == "kl_horizon")
+                as_number(value, name, low, high, above=f.name in above, whole=whole)
         if self.kl_target is not None and self.beta == 0:
             raise ValueError("PPOConfig: kl_target needs beta > 0: the controller multiplies it")
 
 @dataclass
 class Rollout:
-    """Sampled responses and all that the update needs to know of them; arrays without a graph."""
+    """What the update needs of the four models: policy and critic, which keep gradients and Adam's
+    m and v beside their weights, reference and reward model, which are weights only."""
     tokens: np.ndarray      # (B, T)
     mask: np.ndarray        # (B, T-1), the response_mask
     logp_old: np.ndarray    # (B, T-1), recorded while sampling
@@ -1054,7 +1061,7 @@ class PPOStats:
     beta: float                # of this step, before the controller turns it
     clip_frac_first: float     # of the first forward pass: 0 if the rollout is fresh
     ratio_max: float           # the largest ratio of any token
-    approx_kl: float           # k3(old, new), nats per token
+    approx_kl: float           # KL(old || new) by k3, nats per token
     explained_variance: float  # 1 - Var(G - V_old) / Var(G): what the critic knew
     response_length: float     # tokens
     eos_frac: float            # share of responses that ended by themselves
@@ -1072,7 +1079,7 @@ def advantages_and_returns(roll, scores, beta, cfg):
     return whiten(advantages, roll.mask) if cfg.whiten_advantages else advantages, returns
 
 def ppo_loss(policy, critic, roll, rows, advantages, returns, cfg):
-    """-L_clip + c_v L_V - c_e H on some rows -> (scalar Tensor, diagnostics, largest log-ratio)."""
+    """L_clip + c_v L_V - c_e H on some rows -> (scalar Tensor, diagnostics, largest log-ratio)."""
     tokens, logp_old, mask = roll.tokens[rows], roll.logp_old[rows], roll.mask[rows].astype(bool)
     logp, entropies = log_probs_and_entropy(policy(tokens), tokens, roll.temperature)
     pg_loss, clip_frac = ppo_clip_loss(logp, logp_old, advantages[rows], mask, cfg.clip_eps)
@@ -1080,18 +1087,19 @@ def ppo_loss(policy, critic, roll, rows, advantages, returns, cfg):
                         cfg.value_clip_eps)
     entropy = mean_over(entropies, mask=mask)
     log_ratio = (logp.data - logp_old)[mask]
-    k3 = kl_estimates(0 * log_ratio, log_ratio, "k3").mean()  # of old and new policy
+    k3 = kl_estimates(logp_old[mask], logp.data[mask], "k3").mean()  # KL(old || new) a token
     loss = pg_loss + cfg.vf_coef * v_loss - cfg.ent_coef * entropy
     return loss, np.array([clip_frac, float(v_loss), float(entropy), k3]), log_ratio.max()
 
-CHUNK_TOKENS = 4096
+CHUNK_TOKENS = 4096  # one forward and backward; activations never need more memory than that
 
 def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
     """Add the gradients of one minibatch, a few rows at a time -> its five diagnostics.
     A chunk's mean is weighted by its share of the tokens, so the split changes nothing."""
     length = np.asarray(roll.mask).sum(axis=1)
     means, top = np.zeros(4), -math.inf
-    for chunk in np.array_split(rows, -(-len(rows) * roll.tokens.shape[1] // CHUNK_TOKENS)):
+    chunks = min(len(rows), -(-len(rows) * roll.tokens.shape[1] // CHUNK_TOKENS))
+    for chunk in np.array_split(rows, chunks):
         loss, seen, log_ratio = ppo_loss(policy, critic, roll, chunk, advantages, returns, cfg)
         share = float(length[chunk].sum() / length[rows].sum())
         (loss * share).backward()
@@ -1110,7 +1118,7 @@ def minibatches(rows, size, epochs, rng):
 def ppo_update(policy, critic, opt, roll, scores, beta, cfg=PPOConfig(), *, rng=None,
                ptx_batch=None):
     """Some epochs of PPO on one rollout and its scores (B,) -> PPOStats; policy and critic move.
-    Once k3(old, new) of the minibatch at hand passes target_kl no further step is taken; the first
+    Once the minibatch at hand has KL(old || new) > target_kl no further step is taken; the first
     always is. ptx_batch = (tokens, labels) is needed if ptx_coef > 0."""
     began, B = time.perf_counter(), len(roll.tokens)
     scores = check_scores(scores, B)
@@ -1142,7 +1150,7 @@ def ppo_update(policy, critic, opt, roll, scores, beta, cfg=PPOConfig(), *, rng=
 # ======================================================== 12. the training loop and its checkpoint
 
 def progress(steps):
-    """A ready-made on_step: a line of fixed width, live on a terminal, else ten lines in all."""
+    """A ready-made on_step: a line of fixed width, live on a terminal, else some ten lines."""
     began, live = time.perf_counter(), sys.stdout.isatty()
     def on_step(step, s):
         left = (time.perf_counter() - began) / (step + 1) * (steps - step - 1)
@@ -1156,19 +1164,19 @@ def save_checkpoint(path, arrays, meta):
     """Write aside, flush, rename: at every moment the file at `path` is a whole one, old or new."""
     aside = path.with_name(path.name + ".part")
     with open(aside, "wb") as f:
-        np.savez(f, meta=np.array(json.dumps(meta)), **arrays)
+        np.savez(f, meta=json.dumps(meta, default=lambda x: x.tolist()), **arrays)
         f.flush()
         os.fsync(f.fileno())
     os.replace(aside, path)
 
-def load_checkpoint(path, arrays, settings):
-    """Read a checkpoint into `arrays`, all or nothing -> its meta; whatever is amiss is refused."""
+def load_checkpoint(path, arrays, settings, rng):
+    """Read a checkpoint into `arrays` and rng, all or nothing -> its meta; else one sentence."""
     try:
         with np.load(path, allow_pickle=False) as f:
             read = {name: f[name] for name in f.files}
         meta = json.loads(str(read.pop("meta")))
         meta["history"] = [PPOStats(**stats) for stats in meta["history"]]
-        theirs = {key: meta[key] for key in ("settings", "beta", "t", "rng")}["settings"]
+        theirs, _, _, state = (meta[key] for key in ("settings", "beta", "t", "rng"))
     except Exception as error:  # whatever zip, NumPy or JSON make of a foreign or cut-off file
         raise ValueError(f"{path} is not a whole checkpoint of tinyrlhf: {error}") from None
     for name in settings:
@@ -1177,6 +1185,7 @@ def load_checkpoint(path, arrays, settings):
     form = lambda named: {name: (a.shape, a.dtype) for name, a in named.items()}
     if form(read) != form(arrays):
         raise ValueError(f"{path} holds other arrays than these models have")
+    rng.bit_generator.state = state  # raises if it is of another kind
     for name, a in arrays.items():
         a[...] = read[name]
     return meta
@@ -1198,9 +1207,8 @@ def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), 
             "steps": None, "eos_id": int(eos_id), "model": asdict(policy.cfg), "reference": digest,
             "prompts": [np.asarray(p).tolist() for p in prompts]}
         if path.exists():
-            meta = load_checkpoint(path, arrays, settings)
+            meta = load_checkpoint(path, arrays, settings, rng)
             history, beta, opt.t = meta["history"], meta["beta"], meta["t"]
-            rng.bit_generator.state = meta["rng"]
     for step in range(len(history), cfg.steps):
         roll = collect_rollouts(policy, ref, critic, prompts, cfg.max_new_tokens, eos_id, rng=rng,
                                 temperature=cfg.temperature)
@@ -1277,7 +1285,7 @@ def exact_objective(policy, ref, prompt, reward_fn, max_new_tokens, eos_id, beta
     return ExactObjective(*map(float, (reward, kl, J, J_ref, J_star, fraction, -(p @ logp))),
                           tokens, mask, logp, logp_ref, tilted - log_z)
 
-# ======================================================== 15. the demo and the command line
+# ======================================================== 14. the demo and the command line
 # Film reviews from a small grammar, and a judge who prefers one review to another, with some noise.
 
 WORDS = ("<end> the film plot cast music was felt very and but i loved liked hated great moving "
@@ -1342,7 +1350,8 @@ def train_reward_model(policy, rng, pairs=2000):
     return model, agrees.mean(), np.maximum(p_first, 1 - p_first)[held_out].mean()
 
 def show_samples(title, policy, ref, reward, beta):
-    """Means over 256 samples, and one sample a prompt: score - beta kl = total, beside the gold."""
+    """Means over 256 samples, and one sample a prompt: score - beta kl = total, beside the gold.
+    Were score to rise and gold not, the policy would be exploiting the reward model."""
     s = sample(policy, PROMPTS * 64, 10, 0, rng=np.random.default_rng(1))
     with no_grad():
         logp_ref = token_log_probs(ref(s.tokens), s.tokens).data
