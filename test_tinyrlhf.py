@@ -204,6 +204,17 @@ def test_worked_examples_of_the_docstrings():
     done = doctest.testmod(t)
     assert done.failed == 0 and done.attempted >= 6
 
+def test_an_edited_kernel_is_compiled_anew(tmp_path):
+    """The cache on disk belongs to the file as it stands: a changed line changes the result."""
+    source = (HERE / "tinyrlhf.py").read_text()
+    line = "delta = rewards[b, t] + gamma * next_value - values[b, t]"
+    code = "import tinyrlhf as t; print(t.gae([[1.0]], [[0.25]], [[1]])[0].item())"
+    found = []
+    for text in (source, source.replace(line, line.replace("- values", "+ values"))):
+        (tmp_path / "tinyrlhf.py").write_text(text)
+        found.append(float(python(code, cwd=tmp_path).communicate()[0]))
+    assert found == [0.75, 1.25]
+
 def test_import_is_silent_and_needs_only_numpy_and_numba():
     job = python("import sys, tinyrlhf; print(*{'torch', 'matplotlib', 'pytest'} & {*sys.modules})")
     assert job.communicate()[0].strip() == "" and job.returncode == 0
