@@ -318,8 +318,7 @@ def grad_check(f, tensors):
     kept, worst = [t.grad for t in tensors], 0.0
     for i, t in enumerate(tensors):
         if t.dtype != np.float64 or not t.requires_grad:
-            raise ValueError(f"grad_check: tensor {i} has dtype {t.dtype}, requires_grad="
-                             f"{t.requires_grad}; float64 and True are needed")
+            raise ValueError(f"grad_check: tensor {i} must be float64 and require a gradient: {t}")
         t.grad = np.zeros_like(t.data)
     call().backward()
     for t, before in zip(tensors, kept):
@@ -369,24 +368,26 @@ def linear(x, weight, bias=0.0):
 
 @kernel
 def _layer_norm(x, weight, bias, eps, xhat, inverse_std, y):
+    share = x.dtype.type(1 / x.shape[1])
     for n in range(len(x)):
-        mean = x[n].sum() / x.shape[1]
-        xhat[n] = x[n] - mean
-        inverse_std[n] = 1 / math.sqrt((xhat[n] * xhat[n]).sum() / x.shape[1] + eps)
+        mean, var = x[n].sum() * share, x.dtype.type(0)
         for d in range(x.shape[1]):
-            xhat[n, d] *= inverse_std[n]
+            var += (x[n, d] - mean) ** 2 * share
+        inverse_std[n] = 1 / math.sqrt(var + eps)
+        for d in range(x.shape[1]):
+            xhat[n, d] = (x[n, d] - mean) * inverse_std[n]
             y[n, d] = xhat[n, d] * weight[d] + bias[d]
 
 @kernel
 def _layer_norm_vjp(g, weight, xhat, inverse_std, dx, dweight, dbias):
     # dx = (w g - mean(w g) - xhat mean(w g xhat)) / std
-    D = g.shape[1]
+    share = g.dtype.type(1 / g.shape[1])
     for n in range(len(g)):
         a = b = g.dtype.type(0)
-        for d in range(D):
-            a += weight[d] * g[n, d] / D
-            b += weight[d] * g[n, d] * xhat[n, d] / D
-        for d in range(D):
+        for d in range(g.shape[1]):
+            a += weight[d] * g[n, d] * share
+            b += weight[d] * g[n, d] * share * xhat[n, d]
+        for d in range(g.shape[1]):
             dx[n, d] = (weight[d] * g[n, d] - a - xhat[n, d] * b) * inverse_std[n]
             dweight[d] += g[n, d] * xhat[n, d]
             dbias[d] += g[n, d]
@@ -1198,8 +1199,7 @@ def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), 
     on from it bit for bit, under the same settings but for `steps`."""
     opt, history, beta = Adam(policy.parameters() + critic.parameters(), cfg.lr), [], cfg.beta
     if checkpoint is not None:
-        path = Path(checkpoint)
-        arrays = {f"policy/{n}": p.data for n, p in policy.params.items()}
+        path, arrays = Path(checkpoint), {f"policy/{n}": p.data for n, p in policy.params.items()}
         arrays |= {f"critic/{n}": p.data for n, p in critic.params.items()}
         arrays |= {f"adam_{key}/{i}": a for key in "mv" for i, a in enumerate(getattr(opt, key))}
         digest = hashlib.sha256(b"".join(p.data.tobytes() for p in ref.parameters())).hexdigest()
