@@ -1474,6 +1474,51 @@ def test_resident_size_is_flat():
     sizes = json.loads(job.communicate()[0])
     assert len(sizes) == 20 and sizes[-1] - sizes[9] < 1_500_000
 
+def test_gradients_find_their_way_back_through_any_layout():
+    x, y = leaf(gen().normal(size=(2, 3, 4))), leaf(gen(1).normal(size=(4, 3)))
+    up = gen(2).normal(size=(2, 4, 3))
+    grad_check(lambda: (x.transpose(0, -1, -2) * up).sum(), x)
+    grad_check(lambda: (t.gelu(y.transpose()) * up[0].T).sum(), y)  # Fortran order inside
+    grad_check(lambda: t.gelu(x[0, 0, 0]), x)
+
+def test_a_scalar_parameter_is_clipped_like_any_other():
+    p = leaf(1.0)
+    for _ in range(2):
+        (p * 10.0).backward()
+    assert t.clip_grad_norm([p], 1.0) == 20.0
+    near(p.grad, 1.0, 1e-6)
+
+def test_rows_longer_than_a_chunk_are_taken_one_by_one(monkeypatch):
+    whole = update(minibatch_rows=2)
+    monkeypatch.setattr(t, "CHUNK_TOKENS", 3)
+    split = update(minibatch_rows=2)
+    for a, b in zip(weights(*whole[3:]), weights(*split[3:])):
+        near(a, b, 1e-10)
+
+def test_a_checkpoint_keeps_any_bit_generator_and_refuses_another(tmp_path):
+    path, draw = tmp_path / "run.npz", lambda kind: np.random.Generator(kind(3))
+    def go(rng, steps):
+        cfg = t.ToyLMConfig(**SMALL)
+        policy, critic = t.TinyCausalLM(cfg, gen()), t.TinyCritic(cfg, gen(1))
+        t.train_ppo(policy, policy.frozen_copy(), critic, [[1, 2], [3]],
+                    lambda tokens, mask: ((tokens == GOOD) * mask).sum(1), EOS,
+                    t.PPOConfig(steps=np.int64(steps), max_new_tokens=4), rng=rng,
+                    checkpoint=path)
+        return weights(policy, critic)
+    for kind in (np.random.MT19937, np.random.Philox):
+        path.unlink(missing_ok=True)
+        straight = go(draw(kind), 3)
+        path.unlink()
+        go(draw(kind), 2)
+        assert all(np.array_equal(a, b) for a, b in zip(go(draw(kind), 3), straight))
+    with pytest.raises(ValueError):
+        go(gen(), 4)
+
+@pytest.mark.parametrize("horizon", [0.1, 0, -3])
+def test_a_horizon_that_would_turn_beta_negative_is_refused(horizon):
+    refuses(lambda: t.AdaptiveKLController(0.1, 6.0, horizon), "horizon", error=ValueError)
+    refuses(lambda: t.PPOConfig(kl_horizon=horizon), "kl_horizon", error=ValueError)
+
 # ---------------------------------------------------------------------------- 13 the exact answer
 # against brute force, and against a slow computation over Python floats
 
