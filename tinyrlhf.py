@@ -1152,9 +1152,9 @@ def ppo_update(policy, critic, opt, roll, scores, beta, cfg=PPOConfig(), *, rng=
 
 def progress(steps):
     """A ready-made on_step: a line of fixed width, live on a terminal, else some ten lines."""
-    began, live = time.perf_counter(), sys.stdout.isatty()
+    began, live, seen = time.perf_counter(), sys.stdout.isatty(), itertools.count(1)
     def on_step(step, s):
-        left = (time.perf_counter() - began) / (step + 1) * (steps - step - 1)
+        left = (time.perf_counter() - began) / next(seen) * (steps - step - 1)  # also once resumed
         if live or step + 1 == steps or (step + 1) % max(1, steps // 10) == 0:
             print(f"step {step + 1:4d}/{steps}  score {s.reward:7.3f}  KL {s.kl:6.2f} nats/seq  "
                   f"beta {s.beta:.4f}  clipped {s.clip_frac:5.1%}  {left:4.0f} s left",
