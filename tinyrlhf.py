@@ -1092,7 +1092,7 @@ def ppo_loss(policy, critic, roll, rows, advantages, returns, cfg):
     loss = pg_loss + cfg.vf_coef * v_loss - cfg.ent_coef * entropy
     return loss, np.array([clip_frac, float(v_loss), float(entropy), k3]), log_ratio.max()
 
-CHUNK_TOKENS = 4096  # one forward and backward; activations never need more memory than that
+CHUNK_TOKENS = 4096  # of one forward and backward (or one row, if longer): bounds the memory
 
 def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
     """Add the gradients of one minibatch, a few rows at a time -> its five diagnostics.
