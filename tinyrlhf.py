@@ -406,6 +406,17 @@ def layer_norm(x, weight, bias, eps=1e-5):
     return y.reshape(x.shape), vjp
 
 GELU_C = math.sqrt(2 / math.pi)
+CACHED = 2**15  # numbers of an elementwise pass that stay in the cache for the next
+
+@kernel
+def _gelu_inner(x, t):
+    for i in range(x.size):
+        t[i] = GELU_C * x[i] * (1 + 0.044715 * x[i] * x[i])
+
+@kernel
+def _gelu_outer(x, t, y):
+    for i in range(x.size):
+        y[i] = x[i] * (1 + t[i]) / 2
 
 @kernel
 def _gelu_vjp(g, x, t, dx):
@@ -416,82 +427,92 @@ def _gelu_vjp(g, x, t, dx):
 @op
 def gelu(x):
     """x/2 (1 + tanh(C (x + .044715 x^3))), C = sqrt(2/pi): Hendrycks and Gimpel 2016."""
-    t = np.asarray(x * x)  # in place from here on: half the time of fresh arrays
-    t *= 0.044715 * GELU_C
-    t += GELU_C
-    t *= x
-    np.tanh(t, out=t)  # NumPy's is SIMD, numba's is not: 8 times faster
-    y = np.asarray(t + 1)
-    y *= x
-    y *= 0.5
+    flat = np.ravel(x)
+    t, y = np.empty_like(flat), np.empty_like(flat)
+    for i in range(0, x.size, CACHED):  # in parts: 1.7 times faster than all at once
+        part = slice(i, i + CACHED)
+        _gelu_inner(flat[part], t[part])
+        np.tanh(t[part], out=t[part])  # NumPy's is SIMD, numba's is not: 8 times faster
+        _gelu_outer(flat[part], t[part], y[part])
     def vjp(g):
-        dx = np.empty(x.shape, x.dtype)
-        _gelu_vjp(*map(np.ravel, (g, x, t)), dx.reshape(-1))
-        return (dx,)
-    return y, vjp
+        dx = np.empty_like(flat)
+        _gelu_vjp(np.ravel(g), flat, t, dx)
+        return (dx.reshape(x.shape),)
+    return y.reshape(x.shape), vjp
 
 @kernel
-def _attend(qkv, kv, key, start, rows, probs, out):
-    B, H, n, _ = probs.shape
-    d = out.shape[3]
-    number = probs.dtype.type
-    zero, scale, low = number(0), number(1 / math.sqrt(d)), number(-np.inf)
-    for bh in range(B * H):
-        b, h, r = bh // H, bh % H, rows[bh // H]
-        for i in range(n):
-            m, p = start[b] + i + 1, probs[b, h, i]  # query i sees m keys, no more
-            top, norm = low, zero
-            for j in range(m):
-                s = zero
-                for c in range(d):
-                    s += qkv[b, i, 0, h, c] * kv[r, j, key, h, c]
-                p[j] = s * scale
-                top = max(top, p[j])
-            for j in range(m):
-                p[j] = math.exp(p[j] - top)
-                norm += p[j]
-            out[b, i, h] = 0
-            for j in range(m):
-                p[j] /= norm
-                for c in range(d):
-                    out[b, i, h, c] += p[j] * kv[r, j, key + 1, h, c]
-            p[m:] = 0
+def _mask_and_shift(scores, start, scale):
+    for b, h, i in np.ndindex(scores.shape[:3]):
+        row, seen = scores[b, h, i], start[b] + i + 1  # query i sees so many keys, no more
+        top = row[0]
+        for j in range(seen):
+            top = max(top, row[j])
+        for j in range(seen):
+            row[j] = (row[j] - top) * scale
+        row[seen:] = -np.inf
+
+@kernel
+def _softmax_vjp(p, dp, scale):
+    # ds = p (dp - sum p dp) / sqrt(d), in place of dp
+    for b, h, i in np.ndindex(p.shape[:3]):
+        row, drow, mean = p[b, h, i], dp[b, h, i], p.dtype.type(0)
+        for j in range(len(row)):
+            mean += row[j] * drow[j]
+        for j in range(len(row)):
+            drow[j] = row[j] * (drow[j] - mean) * scale
 
 @op
 def attention(qkv, n_heads, cache=None):
     """Causal self-attention: query, key, value side by side in qkv (B, n, 3D) -> (B, n, D).
-    cache = (keys and values (R, S, 2D), rows (B,), start (B,)): batch row b reads row rows[b], and
-    its first query stands at position start[b]. Without a cache a batch holds its own keys."""
+    p = softmax(q k^T / sqrt(d)), out = p v. cache = (keys and values (B, S, 2D), start (B,)): the
+    first query of row b stands at position start[b]. Without a cache a batch holds its own keys."""
     B, n, width = qkv.shape
-    split = lambda a: a.reshape(*a.shape[:2], -1, n_heads, width // 3 // n_heads)
-    kv, rows, start = (qkv, np.arange(B), np.zeros(B, np.int64)) if cache is None else cache
-    probs = np.empty((B, n_heads, n, start.max() + n), qkv.dtype)
-    out = np.empty((B, n, width // 3), qkv.dtype)
-    _attend(split(qkv), split(kv), int(cache is None), start, rows, probs, split(out)[:, :, 0])
+    heads = lambda a: a.reshape(*a.shape[:2], -1, n_heads, width // 3 // n_heads).transpose(
+        2, 0, 3, 1, 4)  # (B, n, -1) -> (-1, B, H, n, d), a view
+    kv, start = (qkv, np.zeros(B, np.int64)) if cache is None else cache
+    m = start.max() + n
+    p, out = np.empty((B, n_heads, n, m), qkv.dtype), np.empty((B, n, width // 3), qkv.dtype)
+    (q, *_), (*_, k, v), (o,) = heads(qkv), heads(kv[:, :m]), heads(out)
+    scale = qkv.dtype.type(1 / math.sqrt(q.shape[-1]))
+    size = max(1, 4 * CACHED // p[0].size)
+    parts = [slice(b, b + size) for b in range(0, B, size)]  # of the batch: as in gelu
+    for part in parts:
+        np.matmul(q[part], k[part].swapaxes(-1, -2), out=p[part])
+        _mask_and_shift(p[part], start[part], scale)
+        np.exp(p[part], out=p[part])
+        p[part] /= p[part].sum(axis=-1, keepdims=True)
+        np.matmul(p[part], v[part], out=o[part])
     def vjp(g):
-        # s = q.k / sqrt(d), p = softmax(s), o = p v:  dv = p^T g,  dp = g v^T,
-        # ds = p (dp - sum p dp) / sqrt(d),  dq = ds k,  dk = ds^T q
-        q, k, v = split(qkv).transpose(2, 0, 3, 1, 4)  # (B, H, n, d) each
-        g = split(g)[:, :, 0].swapaxes(1, 2)
-        dp = g @ v.swapaxes(-1, -2)
-        ds = probs * (dp - (probs * dp).sum(axis=-1, keepdims=True))
-        ds *= 1 / math.sqrt(q.shape[-1])
-        parts = np.stack([ds @ k, ds.swapaxes(-1, -2) @ q, probs.swapaxes(-1, -2) @ g])
-        return (parts.transpose(1, 3, 0, 2, 4).reshape(qkv.shape),)
+        # dv = p^T g,  dp = g v^T,  dq = ds k,  dk = ds^T q
+        dqkv = np.empty_like(qkv)
+        (dq, dk, dv), (g,) = heads(dqkv), heads(g)
+        for part in parts:
+            ds = g[part] @ v[part].swapaxes(-1, -2)
+            _softmax_vjp(p[part], ds, scale)
+            np.matmul(ds, k[part], out=dq[part])
+            np.matmul(ds.swapaxes(-1, -2), q[part], out=dk[part])
+            np.matmul(p[part].swapaxes(-1, -2), g[part], out=dv[part])
+        return (dqkv,)
     return out, vjp
 
 class KVCache:
     """Keys and values of the tokens read so far, preallocated, with one length a row: data
-    (L, R, S, 2D), lengths (R,), and rows: which of the R rows the next call feeds, all at first."""
+    (L, B, S, 2D), lengths (B,)."""
     def __init__(self, cfg, batch):
-        self.data = np.empty((cfg.n_layers, batch, cfg.max_len, 2 * cfg.d_model), cfg.dtype)
-        self.lengths, self.rows = np.zeros(batch, np.int64), np.arange(batch)
+        # subtle: zeros, for a key not yet written has weight 0, and 0 times garbage may be nan
+        self.data = np.zeros((cfg.n_layers, batch, cfg.max_len, 2 * cfg.d_model), cfg.dtype)
+        self.lengths = np.zeros(batch, np.int64)
 
     def write(self, layer, qkv):
         """Append the keys and values in qkv (B, n, 3D); returns what attention() reads."""
-        start, n, D = self.lengths[self.rows], qkv.shape[1], qkv.shape[2] // 3
-        self.data[layer, self.rows[:, None], start[:, None] + np.arange(n)] = qkv[:, :, D:]
-        return self.data[layer], self.rows, start
+        B, n, D = *qkv.shape[:2], qkv.shape[2] // 3
+        places = self.lengths[:, None] + np.arange(n)
+        self.data[layer, np.arange(B)[:, None], places] = qkv[:, :, D:]
+        return self.data[layer], self.lengths
+
+    def keep(self, rows):
+        """Forget all rows but these: those that have ended."""
+        self.data, self.lengths = self.data[:, rows], self.lengths[rows]
 
 class TinyCausalLM:
     """GPT-2 in small: learned positions, LayerNorm before each part, output head tied to the input.
@@ -516,7 +537,7 @@ class TinyCausalLM:
         p, tokens = self.params, as_ids(tokens, self.cfg.vocab_size, "tokens")
         if tokens.ndim != 2 or not tokens.size:
             raise ValueError(f"tokens has shape {tokens.shape}; (B, T) is needed")
-        start = np.zeros(1, np.int64) if cache is None else cache.lengths[cache.rows]
+        start = np.zeros(1, np.int64) if cache is None else cache.lengths
         if start.max() + tokens.shape[1] > self.cfg.max_len:
             raise ValueError(f"tokens: {start.max()} before and {tokens.shape[1]} now exceed the "
                              f"context of {self.cfg.max_len}")
@@ -532,7 +553,7 @@ class TinyCausalLM:
                 wide = linear(layer_norm(x, *layer("ln_2")), *layer("mlp.c_fc"))  # (B, T, 4D)
                 x = x + linear(gelu(wide), *layer("mlp.c_proj"))
             if cache is not None:
-                cache.lengths[cache.rows] += tokens.shape[1]
+                cache.lengths += tokens.shape[1]
             return layer_norm(x, p["ln_f.weight"], p["ln_f.bias"])
 
     def __call__(self, tokens, cache=None):
@@ -762,23 +783,24 @@ def sample(policy, prompts, max_new_tokens, eos_id, *, rng, temperature=1.0, top
     for b, row in enumerate(rows):
         tokens[b, :len(row)] = row
     mask, logp = np.zeros((B, T), cfg.dtype), np.zeros((B, T - 1), cfg.dtype)
-    ended, u, cache = np.zeros(B, bool), rng.random((B, N)), KVCache(cfg, B)
+    ended, u, cache, live = np.zeros(B, bool), rng.random((B, N)), KVCache(cfg, B), np.arange(B)
     with no_grad():
         # Prefill in one pass. Behind a short prompt it reads padding, which is overwritten later.
         logits = policy(tokens[:, :length.max()], cache).data[np.arange(B), length - 1]  # (B, V)
         cache.lengths[:] = length
         for step in range(N):
-            live = cache.rows  # rows that have not ended, (n,)
             probs = filter_probs(logits, temperature=temperature, top_k=top_k, top_p=top_p)
             chosen = pick(probs, u[live, step])
             column = length[live] + step  # each row has its own next position
             tokens[live, column], mask[live, column] = chosen, 1
             logp[live, column - 1] = np.log(probs[np.arange(len(live)), chosen])
             ended[live] = chosen == eos_id
-            cache.rows = live[chosen != eos_id]
-            if step == N - 1 or not len(cache.rows):
+            if step == N - 1 or ended.all():
                 break
-            logits = policy(chosen[chosen != eos_id, None], cache).data[:, -1]
+            if ended[live].any():
+                cache.keep(chosen != eos_id)
+                live, chosen = live[chosen != eos_id], chosen[chosen != eos_id]
+            logits = policy(chosen[:, None], cache).data[:, -1]  # of the rows that go on
     return Samples(tokens, mask, logp, ended)
 
 # ======================================================== 5. masked mean, whitening, KL
