@@ -207,10 +207,10 @@ def test_worked_examples_of_the_docstrings():
 def test_an_edited_kernel_is_compiled_anew(tmp_path):
     """The cache on disk belongs to the file as it stands: a changed line changes the result."""
     source = (HERE / "tinyrlhf.py").read_text()
-    line = "delta = rewards[b, t] + gamma * next_value - values[b, t]"
+    line = "delta = R[t] + gamma * next_value - V[t]"
     code = "import tinyrlhf as t; print(t.gae([[1.0]], [[0.25]], [[1]])[0].item())"
     found = []
-    for text in (source, source.replace(line, line.replace("- values", "+ values"))):
+    for text in (source, source.replace(line, line.replace("- V[t]", "+ V[t]"))):
         (tmp_path / "tinyrlhf.py").write_text(text)
         found.append(float(python(code, cwd=tmp_path).communicate()[0]))
     assert found == [0.75, 1.25]

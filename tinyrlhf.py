@@ -48,6 +48,7 @@ is a text that README.md introduces. The same four models at 7B: examples/estima
 """
 import argparse
 import contextlib
+import ctypes
 import functools
 import hashlib
 import inspect
@@ -58,6 +59,7 @@ import os
 import sys
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -126,15 +128,39 @@ def check_scores(scores, rows, name="scores"):
         raise ValueError(f"{name} is {scores[row]} in row {row}; finite numbers are needed")
     return scores
 
-def kernel(function):
+def kernel(function, reorder=True):
     """numba.njit: compiled at its first call, cached on disk where a cache can be written.
     Sums may be reordered for SIMD; NaN and infinity keep their meaning (no `nnan`, no `ninf`). One
     thread: two made the same seed give other last bits when compiled anew than from the cache."""
-    fastmath = {"reassoc", "contract", "nsz"}
+    fastmath = {"contract", "nsz"} | ({"reassoc"} if reorder else set())
+    options = {"fastmath": fastmath, "nogil": True, "error_model": "numpy"}  # x / 0 is inf
     try:
-        return numba.njit(cache=True, fastmath=fastmath)(function)
+        return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no directory for a cache: compile anew in each process
-        return numba.njit(fastmath=fastmath)(function)
+        return numba.njit(**options)(function)
+
+TWO_THREADS_FROM = 200_000  # numbers in an array; narrower work waits for Python's lock instead
+
+def at_once(width, first, second):
+    """first() and second(), which change nothing in common, in two threads -> both results.
+    The matrix products get one thread each meanwhile: with two they are no faster together, and
+    all else in NumPy and the kernels keeps one core busy. Arrays under `width`: one by one."""
+    try:
+        blas = ctypes.CDLL(np._core._multiarray_umath.__file__)  # brings OpenBLAS, if NumPy has it
+        threads, set_threads = (getattr(blas, f"scipy_openblas_{verb}_num_threads64_")
+                                for verb in ("get", "set"))
+    except (AttributeError, OSError):
+        width = 0  # another BLAS: it cannot be told to leave a core to each
+    if width < TWO_THREADS_FROM:
+        return first(), second()
+    before = threads()
+    set_threads(1)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(second)
+            return first(), later.result()
+    finally:
+        set_threads(before)
 
 # ======================================================== 1. autograd
 # An operation is a rule: its value, and its vector-Jacobian product (vjp), which turns the gradient
@@ -863,17 +889,17 @@ def shaped_rewards(scores, logp_policy, logp_ref, response_mask, beta):
     rewards[np.arange(len(last)), last] += scores.astype(logp.dtype)
     return rewards
 
-@kernel
+@functools.partial(kernel, reorder=False)  # subtle: reordered, each step waits twice as long
 def _gae(rewards, values, inside, gamma, lam, advantages, returns):
-    for b in range(len(rewards)):
+    for R, V, m, A, G in zip(rewards, values, inside, advantages, returns):  # the rows
         next_adv = next_value = rewards.dtype.type(0)
-        for t in range(rewards.shape[1] - 1, -1, -1):
-            if inside[b, t]:
-                delta = rewards[b, t] + gamma * next_value - values[b, t]
-                next_adv, next_value = delta + gamma * lam * next_adv, values[b, t]
-                advantages[b, t], returns[b, t] = next_adv, next_adv + next_value
+        for t in range(len(R) - 1, -1, -1):
+            if m[t]:
+                delta = R[t] + gamma * next_value - V[t]
+                next_adv, next_value = delta + gamma * lam * next_adv, V[t]
+                A[t], G[t] = next_adv, next_adv + next_value
             else:  # V and A behind the end are 0; a gap in the mask starts anew
-                next_adv = next_value = advantages[b, t] = returns[b, t] = rewards.dtype.type(0)
+                next_adv = next_value = A[t] = G[t] = rewards.dtype.type(0)
 
 def gae(rewards, values, response_mask, gamma=1.0, lam=0.95):
     """Generalised advantage estimation over the response -> (advantages, returns), (B, T-1) each.
@@ -1060,8 +1086,10 @@ def collect_rollouts(policy, ref, critic, prompts, max_new_tokens, eos_id, *, rn
     s = sample(policy, prompts, max_new_tokens, eos_id, rng=rng, temperature=temperature)
     sampled = time.perf_counter()
     with no_grad():
-        logp_ref = token_log_probs(ref(s.tokens), s.tokens, temperature).data
-        values = np.asarray(critic(s.tokens))[:, :-1]  # V(tokens[:, :t+1]), before the action t
+        logp_ref, values = at_once(
+            s.tokens.size * critic.cfg.d_model,
+            lambda: token_log_probs(ref(s.tokens), s.tokens, temperature).data,
+            lambda: np.asarray(critic(s.tokens))[:, :-1])  # V(tokens[:, :t+1]), before the action t
     seconds = {"rollout": sampled - began, "scoring": time.perf_counter() - sampled}
     return Rollout(s.tokens, s.token_mask[:, 1:], s.logp, logp_ref, values, s.ended, temperature,
                    seconds)
@@ -1101,36 +1129,47 @@ def advantages_and_returns(roll, scores, beta, cfg):
     advantages, returns = gae(rewards, roll.values_old, roll.mask, cfg.gamma, cfg.lam)
     return whiten(advantages, roll.mask) if cfg.whiten_advantages else advantages, returns
 
-def ppo_loss(policy, critic, roll, rows, advantages, returns, cfg):
-    """L_clip + c_v L_V - c_e H on some rows -> (scalar Tensor, diagnostics, largest log-ratio)."""
+def policy_loss(policy, roll, rows, advantages, cfg):
+    """L_clip - c_e H on some rows -> (scalar Tensor, [clip_frac, entropy, k3, largest ratio])."""
     tokens, logp_old, mask = roll.tokens[rows], roll.logp_old[rows], roll.mask[rows].astype(bool)
     logp, entropies = log_probs_and_entropy(policy(tokens), tokens, roll.temperature)
     pg_loss, clip_frac = ppo_clip_loss(logp, logp_old, advantages[rows], mask, cfg.clip_eps)
-    v_loss = value_loss(critic(tokens)[:, :-1], roll.values_old[rows], returns[rows], mask,
-                        cfg.value_clip_eps)
     entropy = mean_over(entropies, mask=mask)
-    log_ratio = (logp.data - logp_old)[mask]
+    top = math.exp(min((logp.data - logp_old)[mask].max(), MAX_LOG_RATIO))
     k3 = kl_estimates(logp_old[mask], logp.data[mask], "k3").mean()  # KL(old || new) a token
-    loss = pg_loss + cfg.vf_coef * v_loss - cfg.ent_coef * entropy
-    return loss, np.array([clip_frac, float(v_loss), float(entropy), k3]), log_ratio.max()
+    return pg_loss - cfg.ent_coef * entropy, [clip_frac, float(entropy), k3, top]
 
-CHUNK_TOKENS = 4096  # of one forward and backward (or one row, if longer): bounds the memory
+def critic_loss(critic, roll, rows, returns, cfg):
+    """c_v L_V on some rows -> (scalar Tensor, [L_V])."""
+    v_loss = value_loss(critic(roll.tokens[rows])[:, :-1], roll.values_old[rows], returns[rows],
+                        roll.mask[rows], cfg.value_clip_eps)
+    return cfg.vf_coef * v_loss, [float(v_loss)]
+
+CHUNK_TOKENS = 1024  # of one forward and backward, or one row: bounds the memory, fits the cache
 
 def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
-    """Add the gradients of one minibatch, a few rows at a time -> its five diagnostics.
-    A chunk's mean is weighted by its share of the tokens, so the split changes nothing."""
+    """Add the gradients of L_clip + c_v L_V - c_e H on one minibatch -> its five diagnostics.
+    A few rows at a time; a chunk's mean is weighted by its share of the tokens, so the split
+    changes nothing. The loss is a sum: policy and critic learn from a term each."""
     length = np.asarray(roll.mask).sum(axis=1)
-    means, top = np.zeros(4), -math.inf
     chunks = min(len(rows), -(-len(rows) * roll.tokens.shape[1] // CHUNK_TOKENS))
-    for chunk in np.array_split(rows, chunks):
-        loss, seen, log_ratio = ppo_loss(policy, critic, roll, chunk, advantages, returns, cfg)
-        share = float(length[chunk].sum() / length[rows].sum())
-        (loss * share).backward()
-        means, top = means + share * seen, max(top, log_ratio)
+    chunks = np.array_split(rows, chunks)
+    shares = [float(length[chunk].sum() / length[rows].sum()) for chunk in chunks]
+    def learn(loss_of, *args):
+        seen = []
+        for chunk, share in zip(chunks, shares):
+            loss, numbers = loss_of(args[0], roll, chunk, *args[1:], cfg)
+            (loss * share).backward()
+            seen.append(numbers)
+        return np.array(seen)  # (chunks, diagnostics)
+    shared = {*policy.parameters()} & {*critic.parameters()}  # then one after the other
+    of_policy, of_critic = at_once(0 if shared else roll.tokens[rows].size * policy.cfg.d_model,
+                                   lambda: learn(policy_loss, policy, advantages),
+                                   lambda: learn(critic_loss, critic, returns))
     if cfg.ptx_coef:
         tokens, labels = ptx_batch
         (cfg.ptx_coef * sft_loss(policy(tokens), labels)).backward()
-    return [*means, math.exp(min(top, MAX_LOG_RATIO))]
+    return [*shares @ of_policy[:, :3], *shares @ of_critic, of_policy[:, 3].max()]
 
 def minibatches(rows, size, epochs, rng):
     """Row indices of each optimiser step: every row once an epoch, shuffled if there is an rng."""
@@ -1152,12 +1191,12 @@ def ppo_update(policy, critic, opt, roll, scores, beta, cfg=PPOConfig(), *, rng=
     for rows in minibatches(B, cfg.minibatch_rows or B, cfg.ppo_epochs, rng):
         opt.zero_grad()
         seen = accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch)
-        if cfg.target_kl is not None and steps and seen[3] > cfg.target_kl:
+        if cfg.target_kl is not None and steps and seen[2] > cfg.target_kl:
             break
         steps.append([*seen, clip_grad_norm(opt.params, cfg.max_grad_norm)])
         opt.step()
     opt.zero_grad()
-    clip_frac, v_loss, entropy, approx_kl, _, grad_norm = np.mean(steps, axis=0).tolist()
+    clip_frac, entropy, approx_kl, v_loss, _, grad_norm = np.mean(steps, axis=0).tolist()
     inside = np.asarray(roll.mask, bool)
     target = returns[inside].astype(np.float64)
     unexplained = np.var(target - roll.values_old[inside])
