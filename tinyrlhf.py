@@ -8,7 +8,8 @@ Thesis: a language model is a policy whose actions are tokens. Score whole respo
 reward, charge every token for its distance from a frozen reference, and climb the sum with clipped
 policy gradients. All of it is here, on NumPy arrays, and runs on a laptop in seconds.
 
-    python tinyrlhf.py    the demo: supervised fine-tuning (SFT), reward model, PPO, what it changed
+    python tinyrlhf.py             the demo: fine-tuning (SFT), reward model, PPO, what it changed
+    python tinyrlhf.py estimate    memory and time of the same four models at 7B
 
 Read from top to bottom; nothing is used before it is defined.
 
@@ -44,7 +45,7 @@ state tokens[:, :t+1]. Here P = 3, N = 4, and the response ends early:
 Rows are left-aligned (prompt, response, padding), so no real token attends to padding and no
 forward pass needs to know of it. The sampler's masks are its own bookkeeping, never read off ids.
 What this is not: a trainer for real models (no GPU, no half precision, no sharding). "The chapter"
-is a text that README.md introduces. The same four models at 7B: examples/estimator.py.
+is a text that README.md introduces.
 """
 import argparse
 import contextlib
@@ -56,6 +57,7 @@ import itertools
 import json
 import math
 import os
+import runpy
 import sys
 import time
 from collections import namedtuple
@@ -94,10 +96,11 @@ def as_number(x, name, low=-math.inf, high=math.inf, above=False, whole=False):
         raise ValueError(f"{name} must be {kind} {bound} {low} to {high}, got {x!r}")
     return x
 
-def shape_error(where, needed, **arrays):
-    """The sentence for arrays whose shapes do not fit together."""
-    shapes = ", ".join(f"{name} has shape {np.shape(x)}" for name, x in arrays.items())
-    return ValueError(f"{where}: {shapes}; needed: {needed}")
+def need_shape(fits, where, needed, **arrays):
+    """Unless their shapes fit together, one sentence names all arrays."""
+    if not fits:
+        shapes = ", ".join(f"{name} has shape {np.shape(x)}" for name, x in arrays.items())
+        raise ValueError(f"{where}: {shapes}; needed: {needed}")
 
 def as_mask(x, name):
     """A mask of zeros and ones, of any real dtype -> bool."""
@@ -111,8 +114,8 @@ def per_token(where, response_mask, like, **arrays):
     """One shape (B, T-1), finite under a 0/1 mask -> bool mask, arrays in the dtype of `like`."""
     mask = as_mask(response_mask, f"{where}: response_mask")
     arrays = {name: as_float(x, f"{where}: {name}") for name, x in arrays.items()}
-    if mask.ndim != 2 or any(x.shape != mask.shape for x in arrays.values()):
-        raise shape_error(where, "one shape (B, T-1)", **arrays, response_mask=mask)
+    fits = mask.ndim == 2 and all(x.shape == mask.shape for x in arrays.values())
+    need_shape(fits, where, "one shape (B, T-1)", **arrays, response_mask=mask)
     for name, x in arrays.items():
         if not np.isfinite(x).all() and not np.isfinite(x[mask]).all():
             place = tuple(np.argwhere(mask & ~np.isfinite(x))[0].tolist())
@@ -122,8 +125,7 @@ def per_token(where, response_mask, like, **arrays):
 def check_scores(scores, rows, name="scores"):
     """Rewards of whole responses: (rows,) finite numbers, or a sentence."""
     scores = as_float(scores, name)
-    if scores.shape != (rows,):
-        raise ValueError(f"{name} has shape {scores.shape}; one number a row, ({rows},), is needed")
+    need_shape(scores.shape == (rows,), name, f"one number a row, ({rows},)", scores=scores)
     for row in np.flatnonzero(~np.isfinite(scores))[:1]:
         raise ValueError(f"{name} is {scores[row]} in row {row}; finite numbers are needed")
     return scores
@@ -186,10 +188,9 @@ def unbroadcast(g, shape):
     return g if g.shape == shape else g.sum(axis=axes).reshape(shape)
 
 class Tensor:
-    """A float32 or float64 array that remembers how it was made.
+    """A float32 or float64 array that remembers how it was made; its operations are attached below.
     Tensor(data) copies data; ints become float32. loss.backward() adds dloss/dx to x.grad for every
-    x made with requires_grad=True; set x.grad = None to start anew. Results of operations have no
-    .grad of their own. The operations are attached in the table below."""
+    x made with requires_grad=True, and for no other; set x.grad = None to start anew."""
     __array_ufunc__ = None  # subtle: without it, ndarray * Tensor is an object array of Tensors
 
     def __init__(self, data, requires_grad=False):
@@ -561,12 +562,10 @@ class TinyCausalLM:
     def hidden_states(self, tokens, cache=None):
         """tokens (B, T) -> the normalised residual stream that the head reads, (B, T, D)."""
         p, tokens = self.params, as_ids(tokens, self.cfg.vocab_size, "tokens")
-        if tokens.ndim != 2 or not tokens.size:
-            raise ValueError(f"tokens has shape {tokens.shape}; (B, T) is needed")
         start = np.zeros(1, np.int64) if cache is None else cache.lengths
-        if start.max() + tokens.shape[1] > self.cfg.max_len:
-            raise ValueError(f"tokens: {start.max()} before and {tokens.shape[1]} now exceed the "
-                             f"context of {self.cfg.max_len}")
+        if tokens.ndim != 2 or not tokens.size or start.max() + tokens.shape[1] > self.cfg.max_len:
+            raise ValueError(f"tokens has shape {tokens.shape} after {start.max()} in the cache; "
+                             f"needed: (B, T) within the context of {self.cfg.max_len}")
         with contextlib.nullcontext() if cache is None else no_grad():
             positions = start[:, None] + np.arange(tokens.shape[1])
             x = p["wte.weight"][tokens] + p["wpe.weight"][positions]  # (B, T, D)
@@ -622,8 +621,7 @@ class TinyCritic(TinyCausalLM):
 def last_response_index(mask):
     """Column of the last 1 in each row of a mask (B, T) -> (B,); a row without one is refused."""
     inside = as_mask(mask, "last_response_index: mask")
-    if inside.ndim != 2:
-        raise shape_error("last_response_index", "(B, T)", mask=mask)
+    need_shape(inside.ndim == 2, "last_response_index", "(B, T)", mask=inside)
     for row in np.flatnonzero(~inside.any(axis=1))[:1]:
         raise ValueError(f"row {row} has no response token: its mask is all zeros")
     return inside.shape[1] - 1 - inside[:, ::-1].argmax(axis=1) if inside.size else np.zeros(0, int)
@@ -631,8 +629,8 @@ def last_response_index(mask):
 def score_sequences(model, tokens, token_mask):
     """A reward model's score of each response -> Tensor (B,); tokens and token_mask (B, T).
     It is the output *at* the last response token: not shifted, V of the whole sequence."""
-    if np.shape(tokens) != np.shape(token_mask):
-        raise shape_error("score_sequences", "(B, T) twice", tokens=tokens, token_mask=token_mask)
+    need_shape(np.shape(tokens) == np.shape(token_mask), "score_sequences", "(B, T) twice",
+               tokens=tokens, token_mask=token_mask)
     last = last_response_index(token_mask)
     return model(tokens)[np.arange(len(last)), last]
 
@@ -685,44 +683,36 @@ def clip_grad_norm(params, max_norm):
 # ======================================================== 4. log-probs, entropy, sampling
 # Policy, reference and update all score what was sampled from: softmax(logits / temperature).
 
-@kernel
-def _categorical(x, ids, temperature, p, logp, entropy):
-    for n in range(len(x)):
-        top, norm, mean = x[n].max(), x.dtype.type(0), x.dtype.type(0)
-        for v in range(x.shape[1]):
-            z = (x[n, v] - top) / temperature
-            p[n, v] = math.exp(z)
-            norm += p[n, v]
-            mean += p[n, v] * z if p[n, v] > 0 else 0  # 0 log 0 = 0, also where a logit is -inf
-        p[n] /= norm
-        logp[n] = (x[n, ids[n]] - top) / temperature - math.log(norm)  # log p = z - log sum exp z
-        entropy[n] = math.log(norm) - mean / norm                      # H = -sum p log p
-
 @op
 def categorical(logits, ids, temperature=1.0, name="tokens"):
     """logits (..., V), ids (...) -> (2, ...): log p of each id, and the entropy, in one pass."""
     V, T = logits.shape[-1], as_number(temperature, "temperature", 0.0, above=True)
-    if np.shape(ids) != logits.shape[:-1]:
-        raise shape_error("log-probs", "(..., V) and (...)", logits=logits, **{name: ids})
+    need_shape(np.shape(ids) == logits.shape[:-1], "log-probs", "(..., V) and (...)",
+               logits=logits, **{name: ids})
     x, ids = np.ascontiguousarray(logits).reshape(-1, V), as_ids(ids, V, name).ravel()
-    p, out = np.empty_like(x), np.empty((2, len(x)), x.dtype)
-    _categorical(x, ids, x.dtype.type(T), p, *out)
+    z, chosen = (x - x.max(axis=1, keepdims=True)) / x.dtype.type(T), (np.arange(len(x)), ids)
+    p = np.exp(z)
+    norm = p.sum(axis=1, keepdims=True)
+    p /= norm
+    z -= np.log(norm)  # from here on log p
+    logp = z[chosen]
+    np.maximum(z, np.finfo(z.dtype).min, out=z)  # 0 log 0 = 0, also where a logit is -inf
+    entropy = -(p * z).sum(axis=1)
     def vjp(g):
         # d log p_a / dz_v = 1[v = a] - p_v        dH / dz_v = -p_v (log p_v + H)        z = x / T
         g_logp, g_entropy = g.reshape(2, -1, 1)
         dz = -g_logp * p
         if g_entropy.any():
-            dz -= g_entropy * p * (np.log(np.maximum(p, np.finfo(p.dtype).tiny)) + out[1][:, None])
-        dz[np.arange(len(ids)), ids] += g_logp[:, 0]
+            dz -= g_entropy * p * (z + entropy[:, None])
+        dz[chosen] += g_logp[:, 0]
         dz[(g_logp == 0)[:, 0] & (g_entropy == 0)[:, 0]] = 0  # whatever a masked-out slot held
         return ((dz / T).reshape(logits.shape),)
-    return out.reshape(2, *logits.shape[:-1]), vjp
+    return np.stack([logp, entropy]).reshape(2, *logits.shape[:-1]), vjp
 
 def log_probs_and_entropy(logits, tokens, temperature=1.0, name="tokens"):
     """logits (B, T, V), tokens (B, T) -> Tensors (B, T-1): log pi(tokens[:, t+1]), entropy."""
     both = categorical(logits, ids=np.roll(tokens, -1, axis=-1), temperature=temperature, name=name)
-    both = both[..., :-1]  # behind the last token there is no action
-    return both[0], both[1]
+    return both[0, ..., :-1], both[1, ..., :-1]  # behind the last token there is no action
 
 def token_log_probs(logits, tokens, temperature=1.0):
     """log pi(tokens[:, t+1] | tokens[:, :t+1]) -> Tensor (B, T-1); logits (B, T, V), ids (B, T)."""
@@ -775,8 +765,7 @@ def pick(probs, u):
     """Inverse CDF in float64: probs (..., V), uniforms u (...) in [0, 1) -> ids (...)."""
     cdf = np.cumsum(as_float(probs, "pick: probs"), axis=-1, dtype=np.float64)
     u = as_float(u, "pick: u").astype(np.float64)
-    if u.shape != cdf.shape[:-1]:
-        raise shape_error("pick", "(..., V) and (...)", probs=probs, u=u)
+    need_shape(u.shape == cdf.shape[:-1], "pick", "(..., V) and (...)", probs=probs, u=u)
     if not (cdf[..., -1] > 0).all() or not ((u >= 0) & (u < 1)).all():
         raise ValueError("pick: probs must have a positive sum, u must lie in [0, 1)")
     # subtle: u times the sum, which rounding leaves beside 1, stays below the end of the CDF; and
@@ -805,9 +794,7 @@ def sample(policy, prompts, max_new_tokens, eos_id, *, rng, temperature=1.0, top
     pad_id = eos_id if pad_id is None else int(as_ids(pad_id, cfg.vocab_size, "pad_id"))
     B, length = len(rows), np.array([len(row) for row in rows])
     T = length.max() + N
-    tokens = np.full((B, T), pad_id)
-    for b, row in enumerate(rows):
-        tokens[b, :len(row)] = row
+    tokens = np.array([[*row] + [pad_id] * (T - len(row)) for row in rows])
     mask, logp = np.zeros((B, T), cfg.dtype), np.zeros((B, T - 1), cfg.dtype)
     ended, u, cache, live = np.zeros(B, bool), rng.random((B, N)), KVCache(cfg, B), np.arange(B)
     with no_grad():
@@ -854,8 +841,8 @@ def kl_estimates(logp, logp_ref, kind):
     >>> kl_estimates([-1.0, -0.5], [-0.5, -1.0], "k3").round(4)
     array([0.1487, 0.1065])
     """
-    if np.shape(logp) != np.shape(logp_ref):
-        raise shape_error("kl_estimates", "one shape", logp=logp, logp_ref=logp_ref)
+    need_shape(np.shape(logp) == np.shape(logp_ref), "kl_estimates", "one shape",
+               logp=logp, logp_ref=logp_ref)
     t = as_tensor(logp, "kl_estimates: logp")
     d = t.data - as_float(logp_ref, "kl_estimates: logp_ref").astype(t.dtype)
     if not np.isfinite(d).all():
@@ -1012,11 +999,10 @@ def sft_loss(logits, labels):
 def reward_model_loss(chosen, rejected):
     """Mean of -log sigmoid(chosen - rejected), scores (B,) twice -> scalar Tensor.
     Bradley and Terry 1952: the choice is a softmax over the two scores. Stiennon et al. 2020."""
-    pairs = 0
-    for name, x, column in (("chosen", chosen, [1, 0]), ("rejected", rejected, [0, 1])):
+    for name, x in (("chosen", chosen), ("rejected", rejected)):
         check_scores(x, np.size(chosen), name)
-        pairs = pairs + as_tensor(x, name).reshape(-1, 1) * column  # (B, 2)
-    return -categorical(pairs, ids=np.zeros(len(pairs), np.int64))[0].mean()
+    margin = (as_tensor(chosen, "chosen") - rejected)[:, None] * [1, 0]  # (B, 2), against 0
+    return -categorical(margin, ids=np.zeros(len(margin), np.int64))[0].mean()
 
 # ======================================================== 10. PPO's settings and the rollout
 
@@ -1077,9 +1063,8 @@ def collect_rollouts(policy, ref, critic, prompts, max_new_tokens, eos_id, *, rn
     The whole softmax is sampled: after top_k, top_p or argmax, logp - logp_ref would no longer
     estimate the KL. The reference is scored at the same temperature."""
     as_number(temperature, "collect_rollouts: temperature", 0.0, above=True)
-    twins = getattr(ref, "params", {})
-    if ref is policy or any(np.may_share_memory(p.data, twins[name].data)
-                            for name, p in getattr(policy, "params", {}).items() if name in twins):
+    if any(np.may_share_memory(p.data, q.data)
+           for p, q in zip(policy.parameters(), ref.parameters())):
         raise ValueError("collect_rollouts: ref shares its memory with policy, so the KL stays 0; "
                          "pass a policy.frozen_copy() taken before training")
     began = time.perf_counter()
@@ -1090,9 +1075,8 @@ def collect_rollouts(policy, ref, critic, prompts, max_new_tokens, eos_id, *, rn
             s.tokens.size * critic.cfg.d_model,
             lambda: token_log_probs(ref(s.tokens), s.tokens, temperature).data,
             lambda: np.asarray(critic(s.tokens))[:, :-1])  # V(tokens[:, :t+1]), before the action t
-    seconds = {"rollout": sampled - began, "scoring": time.perf_counter() - sampled}
     return Rollout(s.tokens, s.token_mask[:, 1:], s.logp, logp_ref, values, s.ended, temperature,
-                   seconds)
+                   {"rollout": sampled - began, "scoring": time.perf_counter() - sampled})
 
 def sequence_kl(roll):
     """Mean over rows of sum_t (logp_old - logp_ref): what the controller reads, in nats."""
@@ -1212,45 +1196,40 @@ def ppo_update(policy, critic, opt, roll, scores, beta, cfg=PPOConfig(), *, rng=
 # ======================================================== 12. the training loop and its checkpoint
 
 def progress(steps):
-    """A ready-made on_step: a line of fixed width, live on a terminal, else some ten lines."""
-    began, live, seen = time.perf_counter(), sys.stdout.isatty(), itertools.count(1)
+    """A ready-made on_step: some ten lines of fixed width, with the seconds that are left."""
+    began, seen = time.perf_counter(), itertools.count(1)
     def on_step(step, s):
         left = (time.perf_counter() - began) / next(seen) * (steps - step - 1)  # also once resumed
-        if live or step + 1 == steps or (step + 1) % max(1, steps // 10) == 0:
+        if step + 1 == steps or (step + 1) % max(1, steps // 10) == 0:
             print(f"step {step + 1:4d}/{steps}  score {s.reward:7.3f}  KL {s.kl:6.2f} nats/seq  "
-                  f"beta {s.beta:.4f}  clipped {s.clip_frac:5.1%}  {left:4.0f} s left",
-                  end="\r" if live and step + 1 < steps else "\n", flush=True)
+                  f"beta {s.beta:.4f}  clipped {s.clip_frac:5.1%}  {left:4.0f} s left", flush=True)
     return on_step
 
 def save_checkpoint(path, arrays, meta):
     """Write aside, flush, rename: at every moment the file at `path` is a whole one, old or new."""
-    aside = path.with_name(path.name + ".part")
-    with open(aside, "wb") as f:
+    with open(f"{path}.part", "wb") as f:
         np.savez(f, meta=json.dumps(meta, default=lambda x: x.tolist()), **arrays)
         f.flush()
         os.fsync(f.fileno())
-    os.replace(aside, path)
+    os.replace(f"{path}.part", path)
 
 def load_checkpoint(path, arrays, settings, rng):
-    """Read a checkpoint into `arrays` and rng, all or nothing -> its meta; else one sentence."""
+    """Read a checkpoint into arrays and rng, all or nothing -> history, beta, Adam's t."""
     try:
         with np.load(path, allow_pickle=False) as f:
-            read = {name: f[name] for name in f.files}
-        meta = json.loads(str(read.pop("meta")))
-        meta["history"] = [PPOStats(**stats) for stats in meta["history"]]
-        theirs, _, _, state = (meta[key] for key in ("settings", "beta", "t", "rng"))
+            read = {name: f[name] for name in ("meta", *arrays)}
+        meta = json.loads(str(read["meta"]))
+        history = [PPOStats(**stats) for stats in meta["history"]]
+        theirs, beta, t, state = (meta[key] for key in ("settings", "beta", "t", "rng"))
     except Exception as error:  # whatever zip, NumPy or JSON make of a foreign or cut-off file
         raise ValueError(f"{path} is not a whole checkpoint of tinyrlhf: {error}") from None
     for name in settings:
         if settings[name] != theirs.get(name):
             raise ValueError(f"{path}: {name} was {theirs.get(name)}, now it is {settings[name]}")
-    form = lambda named: {name: (a.shape, a.dtype) for name, a in named.items()}
-    if form(read) != form(arrays):
-        raise ValueError(f"{path} holds other arrays than these models have")
     rng.bit_generator.state = state  # raises if it is of another kind
     for name, a in arrays.items():
         a[...] = read[name]
-    return meta
+    return history, beta, t
 
 def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), *, rng,
               ptx_batch=None, on_step=None, checkpoint=None):
@@ -1260,16 +1239,15 @@ def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), 
     on from it bit for bit, under the same settings but for `steps`."""
     opt, history, beta = Adam(policy.parameters() + critic.parameters(), cfg.lr), [], cfg.beta
     if checkpoint is not None:
-        path, arrays = Path(checkpoint), {f"policy/{n}": p.data for n, p in policy.params.items()}
+        arrays = {f"policy/{n}": p.data for n, p in policy.params.items()}
         arrays |= {f"critic/{n}": p.data for n, p in critic.params.items()}
         arrays |= {f"adam_{key}/{i}": a for key in "mv" for i, a in enumerate(getattr(opt, key))}
         digest = hashlib.sha256(b"".join(p.data.tobytes() for p in ref.parameters())).hexdigest()
         settings = asdict(cfg) | {
-            "steps": None, "eos_id": int(eos_id), "model": asdict(policy.cfg), "reference": digest,
-            "prompts": [np.asarray(p).tolist() for p in prompts]}
-        if path.exists():
-            meta = load_checkpoint(path, arrays, settings, rng)
-            history, beta, opt.t = meta["history"], meta["beta"], meta["t"]
+            "steps": None, "models": [asdict(policy.cfg), asdict(critic.cfg)], "reference": digest,
+            "eos_id": int(eos_id), "prompts": [np.asarray(p).tolist() for p in prompts]}
+        if os.path.exists(checkpoint):
+            history, beta, opt.t = load_checkpoint(checkpoint, arrays, settings, rng)
     for step in range(len(history), cfg.steps):
         roll = collect_rollouts(policy, ref, critic, prompts, cfg.max_new_tokens, eos_id, rng=rng,
                                 temperature=cfg.temperature)
@@ -1284,7 +1262,7 @@ def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), 
         if cfg.kl_target is not None:
             beta = AdaptiveKLController(beta, cfg.kl_target, cfg.kl_horizon).update(stats.kl)
         if checkpoint is not None:
-            save_checkpoint(path, arrays, {
+            save_checkpoint(checkpoint, arrays, {
                 "settings": settings, "history": [asdict(s) for s in history], "beta": beta,
                 "t": opt.t, "rng": rng.bit_generator.state})
         if on_step is not None:
@@ -1306,13 +1284,10 @@ def enumerate_responses(vocab_size, max_new_tokens, eos_id):
         raise ValueError(f"enumerate_responses: vocab_size={V}, max_new_tokens={N} give {count:,} "
                          "responses; at most 200,000 can be listed")
     as_ids(eos_id, V, "enumerate_responses: eos_id")
-    live, rows = np.zeros((1, 0), np.int64), []  # responses that have not ended yet
-    for n in range(N):
-        longer = np.column_stack([np.repeat(live, V, axis=0), np.tile(np.arange(V), len(live))])
-        ends = longer[:, -1] == eos_id
-        rows.append(np.pad(longer[ends], ((0, 0), (0, N - n - 1)), constant_values=eos_id))
-        live = longer[~ends]
-    tokens = np.concatenate([*rows, live])
+    rows = [()]
+    for _ in range(N):  # one token longer; behind the end token there is one way to go on
+        rows = [(*row, a) for row in rows for a in ([eos_id] if eos_id in row else range(V))]
+    tokens = np.array(sorted(rows, key=lambda row: -row.count(eos_id)))  # the shortest first
     ends = tokens == eos_id
     return tokens, (np.cumsum(ends, axis=1) - ends == 0).astype(float)  # nothing ended before it
 
@@ -1391,31 +1366,26 @@ def train_sft(policy, rng):
         return sft_loss(policy(np.maximum(labels, 0)), labels)
     return fit(policy, 3e-3, 250, loss_of)
 
-def train_reward_model(policy, rng, pairs=2000):
+def train_reward_model(policy, rng):
     """Learn from a judge's noisy choices -> (model, held-out accuracy, the best possible one)."""
-    prompts = PROMPTS * (pairs // len(PROMPTS))
-    a, b = (sample(policy, prompts, 10, 0, rng=rng) for _ in "ab")
+    a, b = (sample(policy, PROMPTS * 500, 10, 0, rng=rng) for _ in "ab")
     margin = gold_score(a.tokens, a.token_mask) - gold_score(b.tokens, b.token_mask)
     p_first = 1 / (1 + np.exp(-margin))  # Bradley-Terry: the closer the call, the more errors
-    first = rng.random(pairs) < p_first
-    model, held_out = TinyCritic.from_backbone(policy), np.arange(pairs) >= 0.75 * pairs
+    sign = np.where(rng.random(2000) < p_first, 1, -1)  # 1 if the judge chose a, else -1
+    model = TinyCritic.from_backbone(policy)
     score = lambda s, rows: score_sequences(model, s.tokens[rows], s.token_mask[rows])
-
-    def loss_of():
-        rows = rng.choice(np.flatnonzero(~held_out), 64)
-        gap = (score(a, rows) - score(b, rows)) * np.where(first[rows], 1, -1)
-        return reward_model_loss(gap, np.zeros(64))
-    fit(model, 2e-3, 250, loss_of)
+    chosen_less_rejected = lambda rows: (score(a, rows) - score(b, rows)) * sign[rows]
+    fit(model, 2e-3, 250, lambda: reward_model_loss(
+        chosen_less_rejected(rng.choice(1500, 64)), np.zeros(64)))
     with no_grad():
-        agrees = (score(a, held_out) - score(b, held_out)).data * (first[held_out] - 0.5) > 0
-    return model, agrees.mean(), np.maximum(p_first, 1 - p_first)[held_out].mean()
+        agrees = chosen_less_rejected(slice(1500, None)).data > 0
+    return model, agrees.mean(), np.maximum(p_first, 1 - p_first)[1500:].mean()
 
 def show_samples(title, policy, ref, reward, beta):
     """Means over 256 samples, and one sample a prompt: score - beta kl = total, beside the gold.
     Were score to rise and gold not, the policy would be exploiting the reward model."""
     s = sample(policy, PROMPTS * 64, 10, 0, rng=np.random.default_rng(1))
-    with no_grad():
-        logp_ref = token_log_probs(ref(s.tokens), s.tokens).data
+    logp_ref = token_log_probs(ref(s.tokens), s.tokens).data  # frozen: nothing is recorded
     score, gold = reward(s.tokens, s.token_mask), gold_score(s.tokens, s.token_mask)
     cost = beta * ((s.logp - logp_ref) * s.token_mask[:, 1:]).sum(axis=1)
     print(f"\n{title}: mean score {score.mean():.2f}, gold {gold.mean():.2f}, "
@@ -1425,35 +1395,41 @@ def show_samples(title, policy, ref, reward, beta):
         words = " ".join(WORDS[t] for t in s.tokens[i, :end])
         print(f"{score[i]:7.2f} {-cost[i]:10.2f} {score[i] - cost[i]:7.2f} {gold[i]:7.2f}  ", words)
 
-def demo(seed=0, beta=0.3, target=2.5, steps=150):
-    """SFT, reward model, PPO; what PPO changed, and how long it took -> the history of PPO."""
+def demo(seed=0, beta=0.3):
+    """SFT, reward model, PPO; what PPO changed, and how long it took."""
     rng = np.random.default_rng(seed)
     print("compiling the kernels: once, some 10 s, then cached", flush=True)
     policy = TinyCausalLM(ToyLMConfig(len(WORDS), max_len=16), rng)
     print(f"1 SFT: loss {train_sft(policy, rng):.2f} nats a token", flush=True)
     model, accuracy, best = train_reward_model(policy, rng)
     print(f"2 reward model: held-out accuracy {accuracy:.1%}; the judge's noise allows {best:.1%}")
-
-    def reward(tokens, token_mask):
-        with no_grad():
-            return score_sequences(model, tokens, token_mask).data
     ref, critic = policy.frozen_copy(), TinyCritic.from_backbone(model)
-    cfg = PPOConfig(steps=steps, max_new_tokens=10, beta=beta, kl_target=target, kl_horizon=8,
-                    lr=2e-3)
-    print(f"3 PPO: {steps} steps of 64 responses, KL target {target} nats per sequence", flush=True)
+
+    @no_grad()
+    def reward(tokens, token_mask):
+        return score_sequences(model, tokens, token_mask).data
+    cfg = PPOConfig(steps=150, max_new_tokens=10, beta=beta, kl_target=2.5, kl_horizon=8, lr=2e-3)
+    print(f"3 PPO: {cfg.steps} steps of 64 responses, KL target {cfg.kl_target} nats per sequence")
     history = train_ppo(policy, ref, critic, PROMPTS * 16, reward, 0, cfg, rng=rng,
-                        on_step=progress(steps))
-    for title, sampler in (("before", ref), ("after", policy)):
-        show_samples(title, sampler, ref, reward, history[-1].beta)
+                        on_step=progress(cfg.steps))
+    show_samples("before", ref, ref, reward, history[-1].beta)
+    show_samples("after", policy, ref, reward, history[-1].beta)
     spent = {name: sum(s.seconds[name] for s in history) for name in history[0].seconds}
     print(f"\nbeta {history[0].beta:.3f} -> {history[-1].beta:.3f}, KL "
           f"{np.mean([s.kl for s in history[-10:]]):.2f} nats per sequence over the last 10 steps; "
           + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items()))
-    return history
 
 def main():
-    """The command line: no argument runs the demo."""
-    parser = argparse.ArgumentParser(description="RLHF with PPO in one file; runs the demo")
+    """The command line: the demo, or `estimate` and its options for the estimator."""
+    if sys.argv[1:2] == ["estimate"]:
+        estimator = Path(__file__).parent / "examples" / "estimator.py"
+        if not estimator.exists():
+            sys.exit(f"estimate runs {estimator}, which the repository has and this folder has not")
+        sys.argv, sys.path[0] = sys.argv[1:], str(estimator.parent)
+        runpy.run_path(estimator, run_name="__main__")
+        return
+    parser = argparse.ArgumentParser(description="RLHF with PPO in one file; runs the demo, or the "
+                                     "estimator of four 7B models: estimate --help")
     parser.parse_args()
     demo()
 
