@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 import weakref
@@ -225,15 +226,40 @@ def test_compiled_anew_or_from_the_cache_the_bits_are_the_same(tmp_path):
     (tmp_path / "__pycache__").touch()
     code = ("import os; os.environ.pop('NUMBA_CACHE_DIR', None)\n"
             "import numpy as np, tinyrlhf as t\n"
-            "logits = np.random.default_rng(0).normal(size=(8, 9, 400))\n"
+            "lm = t.TinyCausalLM(t.ToyLMConfig(50, 30, d_model=40), np.random.default_rng(0))\n"
             "print(t.gae([[0, .5, 1.]], [[9, .2, .3]], [[0, 1, 1]])[0].tolist())\n"
-            "print(t.token_log_probs(logits, np.ones((8, 9), int)).data.tolist())\n")
+            "ids = np.arange(60).reshape(2, 30) % 50\n"
+            "t.token_log_probs(lm(ids), ids).sum().backward()\n"
+            "print([p.grad.tolist() for p in lm.parameters()])\n")
     anew = python(code, cwd=tmp_path, HOME="/dev/null", XDG_CACHE_HOME="/dev/null/x",
                   PYTHONDONTWRITEBYTECODE="1")
     python(code).communicate()  # fills the cache where it was empty
     cached, anew = python(code).communicate()[0], anew.communicate()[0]
     near(json.loads(anew.splitlines()[0]), [[0, 1.265, 0.7]])
     assert cached == anew
+
+def blas_threads():
+    threads = t.openblas_threads()
+    return threads and threads[0]()
+
+def test_two_threads_give_both_results_and_leave_the_blas_as_it_was(monkeypatch):
+    monkeypatch.setattr(t, "TWO_THREADS_FROM", 0)
+    before, thread = blas_threads(), lambda: (threading.get_ident(), blas_threads())
+    (first, inside), (second, _) = t.at_once(1, thread, thread)
+    if before is not None:
+        assert first != second and inside == 1
+    def fail():
+        raise ValueError("inside")
+    for pair in ((fail, thread), (thread, fail)):
+        with pytest.raises(ValueError, match="inside"):
+            t.at_once(1, *pair)
+    assert blas_threads() == before
+
+def test_one_thread_where_arrays_are_narrow_or_the_blas_is_unknown(monkeypatch):
+    monkeypatch.setattr(t, "TWO_THREADS_FROM", 10)
+    assert len({*t.at_once(9, threading.get_ident, threading.get_ident)}) == 1
+    monkeypatch.setattr(t.ctypes, "CDLL", lambda path: object())
+    assert len({*t.at_once(11, threading.get_ident, threading.get_ident)}) == 1
 
 # ---------------------------------------------------------------------------- 1 autograd
 # holds B26 (ties), B52 (log-softmax), B53 B54 (broadcasting, reductions), B55 B56 B57 (graphs),
@@ -1494,6 +1520,27 @@ def test_rows_longer_than_a_chunk_are_taken_one_by_one(monkeypatch):
     split = update(minibatch_rows=2)
     for a, b in zip(weights(*whole[3:]), weights(*split[3:])):
         near(a, b, 1e-10)
+
+def test_policy_and_critic_in_two_threads_learn_the_same(monkeypatch):
+    one = update(minibatch_rows=2, ent_coef=0.1)
+    monkeypatch.setattr(t, "TWO_THREADS_FROM", 0)
+    monkeypatch.setattr(t, "CHUNK_TOKENS", 3)
+    for _ in range(3):
+        two = update(minibatch_rows=2, ent_coef=0.1)
+        for a, b in zip(weights(*one[3:]), weights(*two[3:])):
+            near(a, b, 1e-10)
+
+def test_a_shared_trunk_learns_in_one_thread(monkeypatch):
+    seen, at_once = [], t.at_once
+    monkeypatch.setattr(t, "at_once", lambda width, *work: seen.append(width) or at_once(0, *work))
+    policy, critic = t.TinyCausalLM(t.ToyLMConfig(**SMALL), gen()), t.TinyCritic(
+        t.ToyLMConfig(**SMALL), gen(1))
+    for trunk in (critic.params, policy.params):
+        critic.params = {**critic.params, **trunk}
+        roll = t.collect_rollouts(policy, policy.frozen_copy(), critic, [[1, 2]], 4, EOS, rng=gen())
+        opt = t.Adam(policy.parameters() + critic.parameters(), 1e-3)
+        t.ppo_update(policy, critic, opt, roll, [1.0], 0.1, t.PPOConfig(ppo_epochs=1))
+    assert [width > 0 for width in seen] == [True, True, True, False]
 
 def test_a_checkpoint_keeps_any_bit_generator_and_refuses_another(tmp_path):
     path, draw = tmp_path / "run.npz", lambda kind: np.random.Generator(kind(3))

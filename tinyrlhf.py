@@ -143,26 +143,29 @@ def kernel(function, reorder=True):
 
 TWO_THREADS_FROM = 200_000  # numbers in an array; narrower work waits for Python's lock instead
 
+def openblas_threads():
+    """OpenBLAS's functions that get and set its number of threads; None with another BLAS."""
+    try:
+        blas = ctypes.CDLL(np._core._multiarray_umath.__file__)
+        return tuple(getattr(blas, f"scipy_openblas_{x}_num_threads64_") for x in ("get", "set"))
+    except (AttributeError, OSError):
+        return None
+
 def at_once(width, first, second):
     """first() and second(), which change nothing in common, in two threads -> both results.
-    The matrix products get one thread each meanwhile: with two they are no faster together, and
-    all else in NumPy and the kernels keeps one core busy. Arrays under `width`: one by one."""
-    try:
-        blas = ctypes.CDLL(np._core._multiarray_umath.__file__)  # brings OpenBLAS, if NumPy has it
-        threads, set_threads = (getattr(blas, f"scipy_openblas_{verb}_num_threads64_")
-                                for verb in ("get", "set"))
-    except (AttributeError, OSError):
-        width = 0  # another BLAS: it cannot be told to leave a core to each
-    if width < TWO_THREADS_FROM:
+    NumPy and the kernels use one core, but for matrix products: these get one thread each too, or
+    four would fight for two cores. Where arrays hold less than `width`, one after the other."""
+    threads = openblas_threads()
+    if threads is None or width < TWO_THREADS_FROM:
         return first(), second()
-    before = threads()
-    set_threads(1)
+    before = threads[0]()
+    threads[1](1)
     try:
         with ThreadPoolExecutor(1) as pool:
             later = pool.submit(second)
             return first(), later.result()
     finally:
-        set_threads(before)
+        threads[1](before)
 
 # ======================================================== 1. autograd
 # An operation is a rule: its value, and its vector-Jacobian product (vjp), which turns the gradient
@@ -1136,20 +1139,21 @@ def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
     A few rows at a time; a chunk's mean is weighted by its share of the tokens, so the split
     changes nothing. The loss is a sum: policy and critic learn from a term each."""
     length = np.asarray(roll.mask).sum(axis=1)
-    chunks = min(len(rows), -(-len(rows) * roll.tokens.shape[1] // CHUNK_TOKENS))
-    chunks = np.array_split(rows, chunks)
+    width = roll.tokens[rows].size * policy.cfg.d_model
+    if {*policy.parameters()} & {*critic.parameters()}:
+        width = 0  # they share a trunk: one after the other
+    chunks = np.array_split(rows, min(len(rows), -(-roll.tokens[rows].size // CHUNK_TOKENS)))
     shares = [float(length[chunk].sum() / length[rows].sum()) for chunk in chunks]
-    def learn(loss_of, *args):
+    def learn(loss_on):
         seen = []
         for chunk, share in zip(chunks, shares):
-            loss, numbers = loss_of(args[0], roll, chunk, *args[1:], cfg)
+            loss, numbers = loss_on(chunk)
             (loss * share).backward()
             seen.append(numbers)
         return np.array(seen)  # (chunks, diagnostics)
-    shared = {*policy.parameters()} & {*critic.parameters()}  # then one after the other
-    of_policy, of_critic = at_once(0 if shared else roll.tokens[rows].size * policy.cfg.d_model,
-                                   lambda: learn(policy_loss, policy, advantages),
-                                   lambda: learn(critic_loss, critic, returns))
+    of_policy, of_critic = at_once(
+        width, lambda: learn(lambda chunk: policy_loss(policy, roll, chunk, advantages, cfg)),
+        lambda: learn(lambda chunk: critic_loss(critic, roll, chunk, returns, cfg)))
     if cfg.ptx_coef:
         tokens, labels = ptx_batch
         (cfg.ptx_coef * sft_loss(policy(tokens), labels)).backward()
