@@ -1075,7 +1075,7 @@ def collect_rollouts(policy, ref, critic, prompts, max_new_tokens, eos_id, *, rn
     sampled = time.perf_counter()
     with no_grad():
         logp_ref, values = at_once(
-            s.tokens.size * critic.cfg.d_model,
+            s.tokens.size * policy.cfg.d_model,
             lambda: token_log_probs(ref(s.tokens), s.tokens, temperature).data,
             lambda: np.asarray(critic(s.tokens))[:, :-1])  # V(tokens[:, :t+1]), before the action t
     return Rollout(s.tokens, s.token_mask[:, 1:], s.logp, logp_ref, values, s.ended, temperature,
