@@ -132,8 +132,7 @@ def check_scores(scores, rows, name="scores"):
 
 def kernel(function, reorder=True):
     """numba.njit: compiled at its first call, cached on disk where a cache can be written.
-    Sums may be reordered for SIMD; NaN and infinity keep their meaning (no `nnan`, no `ninf`). One
-    thread: two made the same seed give other last bits when compiled anew than from the cache."""
+    Sums may be reordered for SIMD, NaN and infinity keep their meaning. One thread: same bits."""
     fastmath = {"contract", "nsz"} | ({"reassoc"} if reorder else set())
     options = {"fastmath": fastmath, "nogil": True, "error_model": "numpy"}  # x / 0 is inf
     try:
@@ -141,31 +140,25 @@ def kernel(function, reorder=True):
     except RuntimeError:  # no directory for a cache: compile anew in each process
         return numba.njit(**options)(function)
 
+CHUNK_TOKENS = 1024  # of one forward and backward, or one row: bounds the memory, fits the cache
 TWO_THREADS_FROM = 200_000  # numbers in an array; narrower work waits for Python's lock instead
-
-def openblas_threads():
-    """OpenBLAS's functions that get and set its number of threads; None with another BLAS."""
-    try:
-        blas = ctypes.CDLL(np._core._multiarray_umath.__file__)
-        return tuple(getattr(blas, f"scipy_openblas_{x}_num_threads64_") for x in ("get", "set"))
-    except (AttributeError, OSError):
-        return None
 
 def at_once(width, first, second):
     """first() and second(), which change nothing in common, in two threads -> both results.
     NumPy and the kernels use one core, but for matrix products: these get one thread each too, or
     four would fight for two cores. Where arrays hold less than `width`, one after the other."""
-    threads = openblas_threads()
-    if threads is None or width < TWO_THREADS_FROM:
+    blas = ctypes.CDLL(np._core._multiarray_umath.__file__)  # finds what NumPy is linked to
+    set_threads = getattr(blas, "scipy_openblas_set_num_threads64_", None)  # None: another BLAS
+    if set_threads is None or width < TWO_THREADS_FROM:
         return first(), second()
-    before = threads[0]()
-    threads[1](1)
+    before = blas.scipy_openblas_get_num_threads64_()
+    set_threads(1)
     try:
         with ThreadPoolExecutor(1) as pool:
             later = pool.submit(second)
             return first(), later.result()
     finally:
-        threads[1](before)
+        set_threads(before)
 
 # ======================================================== 1. autograd
 # An operation is a rule: its value, and its vector-Jacobian product (vjp), which turns the gradient
@@ -195,7 +188,6 @@ class Tensor:
     Tensor(data) copies data; ints become float32. loss.backward() adds dloss/dx to x.grad for every
     x made with requires_grad=True, and for no other; set x.grad = None to start anew."""
     __array_ufunc__ = None  # subtle: without it, ndarray * Tensor is an object array of Tensors
-
     def __init__(self, data, requires_grad=False):
         self.data = np.array(as_float(data, "Tensor: data"), order="C")
         self.grad = None
@@ -215,26 +207,20 @@ class Tensor:
             raise ValueError(f"backward starts from one number, this Tensor has shape {self.shape}")
         if not self.requires_grad:
             raise RuntimeError("backward: nothing here requires a gradient, or no_grad() was on")
-        seen, graph = {self}, [self]
-        for t in graph:  # the list grows while it is read: no recursion, any depth
+        grads = {}  # of results whose turn is still to come
+        def receive(t, g):
             if t._parents is None:
                 raise RuntimeError("backward: this graph was used already; compute the loss again")
-            new = [p for p in dict.fromkeys(t._parents) if p.requires_grad and p not in seen]
-            seen.update(new)
-            graph += new
-        order = sorted(graph, key=lambda t: t._serial)  # parents are made before their children
-        grads = {self: np.ones_like(self.data)}
-        del graph, seen, new
-        while order:
-            t = order.pop()
-            g = grads.pop(t)
-            if not t._parents:  # a leaf; subtle: np.array copies, for others may hold the same g
+            if t._parents:
+                grads[t] = grads[t] + g if t in grads else g
+            else:  # a leaf; subtle: np.array copies, for others may hold the same g
                 t.grad = np.array(g, order="C") if t.grad is None else np.asarray(t.grad + g)
-                continue
-            for p, gp in zip(t._parents, t._vjp(g)):
+        receive(self, np.ones_like(self.data))
+        while grads:  # the Tensor made last has its whole gradient: no other was made from it
+            t = max(grads, key=lambda t: t._serial)
+            for p, g in zip(t._parents, t._vjp(grads.pop(t))):
                 if p.requires_grad:
-                    gp = unbroadcast(gp, p.shape).astype(p.dtype, copy=False)
-                    grads[p] = grads[p] + gp if p in grads else gp
+                    receive(p, unbroadcast(g, p.shape).astype(p.dtype, copy=False))
             t._parents = t._vjp = None  # what it saved is free as soon as its gradient has passed
 
 def as_tensor(x, name, dtype=None):
@@ -303,13 +289,11 @@ def _add_rows(ids, g, out):
 def take(x, index):
     """x[index]; the gradient is put back there, and added where an index repeats, as ids do."""
     def vjp(g):
-        full, parts = np.zeros(x.shape, g.dtype), index if isinstance(index, tuple) else (index,)
+        full = np.zeros(x.shape, g.dtype)
         if x.ndim == 2 and isinstance(index, np.ndarray) and index.dtype == np.int64:
             _add_rows(index.ravel(), np.ascontiguousarray(g).reshape(-1, x.shape[1]), full)
-        elif any(isinstance(i, (list, np.ndarray)) for i in parts):
-            np.add.at(full, index, g)  # subtle: full[index] += g would keep one of equal indices
         else:
-            full[index] = g
+            np.add.at(full, index, g)  # subtle: full[index] += g would keep one of equal indices
         return (full,)
     return x[index], vjp
 
@@ -444,11 +428,6 @@ def _gelu_inner(x, t):
         t[i] = GELU_C * x[i] * (1 + 0.044715 * x[i] * x[i])
 
 @kernel
-def _gelu_outer(x, t, y):
-    for i in range(x.size):
-        y[i] = x[i] * (1 + t[i]) / 2
-
-@kernel
 def _gelu_vjp(g, x, t, dx):
     for i in range(g.size):
         slope = x[i] * (1 - t[i] * t[i]) * GELU_C * (1 + 3 * 0.044715 * x[i] * x[i])
@@ -463,7 +442,7 @@ def gelu(x):
         part = slice(i, i + CACHED)
         _gelu_inner(flat[part], t[part])
         np.tanh(t[part], out=t[part])  # NumPy's is SIMD, numba's is not: 8 times faster
-        _gelu_outer(flat[part], t[part], y[part])
+        y[part] = flat[part] / 2 * (1 + t[part])
     def vjp(g):
         dx = np.empty_like(flat)
         _gelu_vjp(np.ravel(g), flat, t, dx)
@@ -474,9 +453,7 @@ def gelu(x):
 def _mask_and_shift(scores, start, scale):
     for b, h, i in np.ndindex(scores.shape[:3]):
         row, seen = scores[b, h, i], start[b] + i + 1  # query i sees so many keys, no more
-        top = row[0]
-        for j in range(seen):
-            top = max(top, row[j])
+        top = row[:seen].max()
         for j in range(seen):
             row[j] = (row[j] - top) * scale
         row[seen:] = -np.inf
@@ -638,7 +615,6 @@ def score_sequences(model, tokens, token_mask):
     return model(tokens)[np.arange(len(last)), last]
 
 # ======================================================== 3. Adam, gradient clipping
-
 @kernel
 def _adam(p, g, m, v, lr, beta1, beta2, eps, correction1, correction2):
     for i in range(p.size):
@@ -687,6 +663,7 @@ def clip_grad_norm(params, max_norm):
 # Policy, reference and update all score what was sampled from: softmax(logits / temperature).
 
 @op
+@np.errstate(invalid="ignore")  # whatever stands in a masked-out slot
 def categorical(logits, ids, temperature=1.0, name="tokens"):
     """logits (..., V), ids (...) -> (2, ...): log p of each id, and the entropy, in one pass."""
     V, T = logits.shape[-1], as_number(temperature, "temperature", 0.0, above=True)
@@ -820,7 +797,6 @@ def sample(policy, prompts, max_new_tokens, eos_id, *, rng, temperature=1.0, top
     return Samples(tokens, mask, logp, ended)
 
 # ======================================================== 5. masked mean, whitening, KL
-
 def masked_mean(x, mask):
     """Mean of x (B, T-1) over the 1s of mask, summed in float64 -> array of shape (); 0 if none."""
     inside, x = per_token("masked_mean", mask, "x", x=x)
@@ -860,7 +836,6 @@ def kl_estimates(logp, logp_ref, kind):
     return node(value, (t,), lambda g: (g * slope,)) if isinstance(logp, Tensor) else value
 
 # ======================================================== 6. rewards and advantages
-
 def shaped_rewards(scores, logp_policy, logp_ref, response_mask, beta):
     """R_t = -beta (log pi - log pi_ref) + 1[t is the last response token] score -> (B, T-1).
     scores (B,), the others (B, T-1); 0 outside the response. The KL of a sequence is the expected
@@ -961,9 +936,8 @@ def _value(values, old_values, returns, inside, eps, grad):
 
 def value_loss(values, old_values, returns, response_mask, clip_eps=0.2):
     """mean_t 1/2 max((V - G)^2, (clip(V, V_old - eps, V_old + eps) - G)^2) -> scalar Tensor.
-    All (B, T-1); eps is in units of the score. Only values carries a gradient. max, the
-    pessimistic choice, takes away what a move beyond eps from V_old would gain. The chapter, 2.3.
-    """
+    All (B, T-1); eps is in units of the score. Only values carries a gradient. max, the pessimistic
+    choice, takes away what a move beyond eps from V_old would gain. The chapter, 2.3."""
     new = as_tensor(values, "values")
     inside, v, old, target = per_token("value_loss", response_mask, "values", values=new,
                                        old_values=old_values, returns=returns)
@@ -972,7 +946,6 @@ def value_loss(values, old_values, returns, response_mask, clip_eps=0.2):
     return node(v.dtype.type(loss), (new,), lambda g: (g * grad,))
 
 # ======================================================== 8. the KL controller
-
 class AdaptiveKLController:
     """Turns beta so that the KL, in nats per sequence, follows a target; Ziegler et al. 2019, 2.2.
     horizon counts updates. InstructGPT, to which it is often credited, kept beta fixed at .02."""
@@ -991,7 +964,6 @@ class AdaptiveKLController:
         return self.beta
 
 # ======================================================== 9. supervised and reward-model losses
-
 def sft_loss(logits, labels):
     """Mean of -log pi(labels[:, t+1]) -> scalar Tensor; logits (B, T, V), labels (B, T).
     The shift is done here: labels are the tokens themselves, with -100 where nothing is asked."""
@@ -1008,7 +980,6 @@ def reward_model_loss(chosen, rejected):
     return -categorical(margin, ids=np.zeros(len(margin), np.int64))[0].mean()
 
 # ======================================================== 10. PPO's settings and the rollout
-
 @dataclass(frozen=True)
 class PPOConfig:
     """Every knob of PPO with its unit; the defaults suit the toy."""
@@ -1087,7 +1058,6 @@ def sequence_kl(roll):
     return float(kl.sum(axis=1, dtype=np.float64).mean())
 
 # ======================================================== 11. the PPO update
-
 @dataclass
 class PPOStats:
     """One PPO step in numbers: means over its tokens and over the optimiser steps really taken."""
@@ -1132,17 +1102,13 @@ def critic_loss(critic, roll, rows, returns, cfg):
                         roll.mask[rows], cfg.value_clip_eps)
     return cfg.vf_coef * v_loss, [float(v_loss)]
 
-CHUNK_TOKENS = 1024  # of one forward and backward, or one row: bounds the memory, fits the cache
-
 def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
     """Add the gradients of L_clip + c_v L_V - c_e H on one minibatch -> its five diagnostics.
     A few rows at a time; a chunk's mean is weighted by its share of the tokens, so the split
     changes nothing. The loss is a sum: policy and critic learn from a term each."""
     length = np.asarray(roll.mask).sum(axis=1)
-    width = roll.tokens[rows].size * policy.cfg.d_model
-    if {*policy.parameters()} & {*critic.parameters()}:
-        width = 0  # they share a trunk: one after the other
-    chunks = np.array_split(rows, min(len(rows), -(-roll.tokens[rows].size // CHUNK_TOKENS)))
+    apart, size = not {*policy.parameters()} & {*critic.parameters()}, roll.tokens[rows].size
+    chunks = np.array_split(rows, min(len(rows), -(-size // CHUNK_TOKENS)))
     shares = [float(length[chunk].sum() / length[rows].sum()) for chunk in chunks]
     def learn(loss_on):
         seen = []
@@ -1152,7 +1118,8 @@ def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
             seen.append(numbers)
         return np.array(seen)  # (chunks, diagnostics)
     of_policy, of_critic = at_once(
-        width, lambda: learn(lambda chunk: policy_loss(policy, roll, chunk, advantages, cfg)),
+        apart * size * policy.cfg.d_model,  # one after the other if they share a trunk
+        lambda: learn(lambda chunk: policy_loss(policy, roll, chunk, advantages, cfg)),
         lambda: learn(lambda chunk: critic_loss(critic, roll, chunk, returns, cfg)))
     if cfg.ptx_coef:
         tokens, labels = ptx_batch
@@ -1198,7 +1165,6 @@ def ppo_update(policy, critic, opt, roll, scores, beta, cfg=PPOConfig(), *, rng=
         seconds=roll.seconds | {"update": time.perf_counter() - began})
 
 # ======================================================== 12. the training loop and its checkpoint
-
 def progress(steps):
     """A ready-made on_step: some ten lines of fixed width, with the seconds that are left."""
     began, seen = time.perf_counter(), itertools.count(1)
@@ -1383,7 +1349,7 @@ def train_reward_model(policy, rng):
         chosen_less_rejected(rng.choice(1500, 64)), np.zeros(64)))
     with no_grad():
         agrees = chosen_less_rejected(slice(1500, None)).data > 0
-    return model, agrees.mean(), np.maximum(p_first, 1 - p_first)[1500:].mean()
+    return model.frozen_copy(), agrees.mean(), np.maximum(p_first, 1 - p_first)[1500:].mean()
 
 def show_samples(title, policy, ref, reward, beta):
     """Means over 256 samples, and one sample a prompt: score - beta kl = total, beside the gold.
@@ -1400,7 +1366,7 @@ def show_samples(title, policy, ref, reward, beta):
         print(f"{score[i]:7.2f} {-cost[i]:10.2f} {score[i] - cost[i]:7.2f} {gold[i]:7.2f}  ", words)
 
 def demo(seed=0, beta=0.3):
-    """SFT, reward model, PPO; what PPO changed, and how long it took."""
+    """SFT, reward model, PPO, and what PPO changed."""
     rng = np.random.default_rng(seed)
     print("compiling the kernels: once, some 10 s, then cached", flush=True)
     policy = TinyCausalLM(ToyLMConfig(len(WORDS), max_len=16), rng)
@@ -1408,34 +1374,27 @@ def demo(seed=0, beta=0.3):
     model, accuracy, best = train_reward_model(policy, rng)
     print(f"2 reward model: held-out accuracy {accuracy:.1%}; the judge's noise allows {best:.1%}")
     ref, critic = policy.frozen_copy(), TinyCritic.from_backbone(model)
-
-    @no_grad()
-    def reward(tokens, token_mask):
-        return score_sequences(model, tokens, token_mask).data
+    reward = lambda tokens, token_mask: score_sequences(model, tokens, token_mask).data
     cfg = PPOConfig(steps=150, max_new_tokens=10, beta=beta, kl_target=2.5, kl_horizon=8, lr=2e-3)
     print(f"3 PPO: {cfg.steps} steps of 64 responses, KL target {cfg.kl_target} nats per sequence")
     history = train_ppo(policy, ref, critic, PROMPTS * 16, reward, 0, cfg, rng=rng,
                         on_step=progress(cfg.steps))
     show_samples("before", ref, ref, reward, history[-1].beta)
     show_samples("after", policy, ref, reward, history[-1].beta)
-    spent = {name: sum(s.seconds[name] for s in history) for name in history[0].seconds}
     print(f"\nbeta {history[0].beta:.3f} -> {history[-1].beta:.3f}, KL "
-          f"{np.mean([s.kl for s in history[-10:]]):.2f} nats per sequence over the last 10 steps; "
-          + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items()))
+          f"{np.mean([s.kl for s in history[-10:]]):.2f} nats per sequence over the last 10 steps")
 
 def main():
-    """The command line: the demo, or `estimate` and its options for the estimator."""
+    """The command line: the demo; or `estimate`, with options of its own, for the estimator."""
     if sys.argv[1:2] == ["estimate"]:
         estimator = Path(__file__).parent / "examples" / "estimator.py"
         if not estimator.exists():
             sys.exit(f"estimate runs {estimator}, which the repository has and this folder has not")
         sys.argv, sys.path[0] = sys.argv[1:], str(estimator.parent)
         runpy.run_path(estimator, run_name="__main__")
-        return
-    parser = argparse.ArgumentParser(description="RLHF with PPO in one file; runs the demo, or the "
-                                     "estimator of four 7B models: estimate --help")
-    parser.parse_args()
-    demo()
+    else:
+        argparse.ArgumentParser(description=main.__doc__).parse_args()
+        demo()
 
 if __name__ == "__main__":
     main()
