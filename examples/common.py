@@ -185,3 +185,67 @@ def climb(vocab, length, beta, steps, seed=0):
         opt.step()
         path.append(policy.copy())
     return ref, path
+
+
+# ------------------------------------------------------------------ rejection sampling
+
+def winners(scores, k):
+    """Rows of the best of each k neighbours, scores (B,) -> (B / k,)."""
+    return scores.reshape(-1, k).argmax(axis=1) + np.arange(0, len(scores), k)
+
+
+def imitate(policy, tokens, token_mask, lr, steps, rng, rows=64):
+    """SFT on responses (B, T), so many of them a step, drawn anew -> the last loss."""
+    labels = np.where(token_mask > 0, tokens, -100)  # prompt and padding ask for nothing
+
+    def loss_of():
+        batch = rng.choice(len(tokens), rows)
+        return t.sft_loss(policy(tokens[batch]), labels[batch])
+    return t.fit(policy, lr, steps, loss_of)
+
+
+# ------------------------------------------------------------------ one PPO run in figures
+
+def lumpy_model(cfg, rng, std=0.3):
+    """A policy with preferences of its own: at GPT-2's .02 it would be near uniform."""
+    policy = t.TinyCausalLM(cfg, rng)
+    for p in policy.parameters():
+        p.data += rng.normal(0, std, p.shape)
+    return policy
+
+
+def ppo_figures(policy, ref, critic, cfg, rng, reward_fn=count_good):
+    """PPO on a listed toy -> its cost and its exact result, a dict.
+
+    Bytes are of weights, each array once, and of gradient and Adam's m and v where one is trained.
+    """
+    history = t.train_ppo(policy, ref, critic, [PROMPT] * 64, reward_fn, EOS, cfg, rng=rng)
+    trained = dict.fromkeys(policy.parameters() + critic.parameters())
+    weights = dict.fromkeys([*trained, *ref.parameters()])
+    size = lambda tensors: sum(p.data.nbytes for p in tensors)
+    milliseconds = {kind: 1000 * float(np.median([s.seconds[kind] for s in history]))
+                    for kind in ("rollout", "update")}
+    e = t.exact_objective(policy, ref, PROMPT, reward_fn, cfg.max_new_tokens, EOS, cfg.beta)
+    return milliseconds | {
+        "trained": sum(p.data.size for p in trained),
+        "KiB": (size(weights) + 3 * size(trained)) / 1024,
+        "KL": e.kl, "fraction": e.fraction}
+
+
+def figures_row(name, runs):
+    """A table line from figures of several seeds: medians, and the least fraction beside; no name
+    and no runs: the heading."""
+    if not runs:
+        return (f"{'':34}{'trained':>9}{'KiB':>7}{'sample ms':>11}{'update ms':>11}{'KL':>7}"
+                f"{'of optimum':>12}{'least':>8}")
+    middle = {key: np.median([run[key] for run in runs]) for key in runs[0]}
+    least = min(run["fraction"] for run in runs)
+    return ("{name:34}{trained:9,.0f}{KiB:7,.0f}{rollout:11.1f}{update:11.1f}{KL:7.2f}"
+            "{fraction:12.1%}{least:8.1%}").format(name=name, least=least, **middle)
+
+
+def show_fractions(table):
+    """name -> figures of several seeds: what each seed reached."""
+    print("\nof optimum, seed by seed")
+    for name, runs in table.items():
+        print(f"{name:34}" + "".join(f"{run['fraction']:8.1%}" for run in runs))

@@ -7,8 +7,7 @@ C is the chapter, L the lesson. "text says" is the text's value or bound, or wha
 when run ("-": it gives none); "computed" comes from a call of the shipped functions. A row that
 "differs", or is "shown" because the text has no number, says why in one line. A row is BROKEN, and
 the exit status 1, if the computed value leaves the text's where they agree, or the right one where
-they do not; or if a line of the map points to nothing. A study that is still to come is counted as
-open, and is no error.
+they do not; or if a line of the map points to nothing.
 
 Found: of 122 rows 77 agree, 37 differ and 8 are shown. The chapter's arithmetic is right
 throughout. What differs: some statements about its own code (the early stop it lacks, recomputed
@@ -708,28 +707,28 @@ REFERENCES = {  # the chapter's list -> where what it says is seen
     "Schulman 2017, PPO, 1707.06347": "examples/clip_figure.py",
     "Schulman 2015, GAE, 1506.02438": "examples/gae_lambda.py",
     "Schulman 2015, TRPO, 1502.05477": "examples/clip_figure.py",
-    "Ziegler 2019, KL reward and controller, 1909.08593": "to come: failure modes study",
-    "Stiennon 2020, summaries, 2009.01325": "to come: over-optimisation study",
-    "Ouyang 2022, InstructGPT, 2203.02155": "to come: production recipes study",
-    "Touvron 2023, Llama 2, 2307.09288": "to come: production recipes study",
-    "Bai 2022, Constitutional AI, 2212.08073": "to come: production recipes study",
-    "Grattafiori 2024, Llama 3, 2407.21783": "to come: when to use what study",
-    "Huang 2024, N+ details, 2403.17031": "to come: break it study",
+    "Ziegler 2019, KL reward and controller, 1909.08593": "examples/failure_modes.py",
+    "Stiennon 2020, summaries, 2009.01325": "examples/over_optimisation.py",
+    "Ouyang 2022, InstructGPT, 2203.02155": "examples/production_recipes.py",
+    "Touvron 2023, Llama 2, 2307.09288": "examples/production_recipes.py",
+    "Bai 2022, Constitutional AI, 2212.08073": "examples/production_recipes.py",
+    "Grattafiori 2024, Llama 3, 2407.21783": "examples/when_to_use_what.py",
+    "Huang 2024, N+ details, 2403.17031": "examples/break_it.py",
     "TRL, PPOTrainer": "README.md"}
 
-MAP = {  # claim -> tests (test_...), rows of this ledger, examples (NAME.py), studies to come
+MAP = {  # claim -> tests (test_...), rows of this ledger, examples (NAME.py)
     1: "1a, exact_optimum.py", 2: "test_rollout_is_aligned_token_by_token, 9d, one_iteration.py",
     3: "3a, 3b, 3c, clip_figure.py, test_ppo_clip_loss_gradient_and_clipping",
     4: "4a, 4b, test_update_equals_the_chapters_in_torch", 5: "5a, estimator.py, seven_b.py",
-    6: "6a, seven_b.py", 7: "to come: failure modes study",
-    8: "8a, to come: production recipes study", 9: "9a, 9b, 9c, 9d, 9e, one_iteration.py",
+    6: "6a, seven_b.py", 7: "failure_modes.py",
+    8: "8a, production_recipes.py", 9: "9a, 9b, 9c, 9d, 9e, one_iteration.py",
     10: "10a, 10b, kl_estimators.py", 11: "clip_figure.py, one_iteration.py", 12: "12a",
-    13: "13a, gradient_audit.py", 14: "14a, 14b, to come: over-optimisation study",
+    13: "13a, gradient_audit.py", 14: "14a, 14b, over_optimisation.py",
     15: "15a, exact_optimum.py", 16: "16a, 16b, 16c", 17: "17a, 17b, 17c, 17d, 17e, clip_figure.py",
     18: "18a, 18b, clip_figure.py",
     19: "19a, 19b, test_early_stop_takes_the_first_step_and_no_other",
     20: "20a, gae_lambda.py, test_gae_by_hand", 21: "21a, 21b, 21c, test_value_loss_clipping",
-    22: "22a, to come: failure modes study", 23: "23a, 23b, 23c, gradient_audit.py",
+    22: "22a, failure_modes.py", 23: "23a, 23b, 23c, gradient_audit.py",
     24: "24a, 24b, 24c, 24d, test_kl_controller_moves_beta_toward_target",
     25: "test_rollout_is_aligned_token_by_token, test_log_probs_score_the_next_token",
     26: "test_shaped_rewards_places_score_and_kl", 27: "27a",
@@ -739,7 +738,7 @@ MAP = {  # claim -> tests (test_...), rows of this ledger, examples (NAME.py), s
     33: "33a, exercises.py", 34: "34a, 34b, test_recorded_log_probs_equal_the_scoring_pass",
     35: "35a, 35b, 35c, test_update_equals_the_chapters_in_torch", 36: "36a, 36b",
     37: "test_sampling_equals_a_slow_loop_row_by_row, test_logits_equal_transformers_gpt2",
-    38: "38a, 38b, to come: failure modes study",
+    38: "38a, 38b, failure_modes.py",
     39: "test_shaped_rewards_places_score_and_kl, test_gae_matches_brute_force_and_mc_return, "
         "test_ppo_clip_loss_gradient_and_clipping, "
         "test_train_ppo_increases_reward_with_bounded_kl",
@@ -749,51 +748,47 @@ MAP = {  # claim -> tests (test_...), rows of this ledger, examples (NAME.py), s
         "test_train_ppo_increases_reward_with_bounded_kl",
     41: "drill.py", 42: "42a, 42b, 42c, 42d, 42e, estimator.py, seven_b.py",
     43: "43a, 43b, estimator.py, seven_b.py",
-    44: "estimator.py, seven_b.py, to come: LoRA study, to come: shared trunk study, "
-        "to come: when to use what study",
+    44: "estimator.py, seven_b.py, lora.py, shared_trunk.py, "
+        "when_to_use_what.py",
     45: "45a, 45b, estimator.py, seven_b.py", 46: "46a, seven_b.py, exercises.py",
-    47: "to come: failure modes study, to come: over-optimisation study",
-    48: "to come: failure modes study", 49: "49a, to come: failure modes study",
-    50: "to come: failure modes study", 51: "to come: failure modes study",
-    52: "to come: failure modes study, to come: break it study",
-    53: "to come: failure modes study, exercises.py", 54: "to come: when to use what study",
-    55: "to come: production recipes study", 56: "to come: production recipes study",
-    57: "to come: production recipes study", 58: "58a, to come: when to use what study",
+    47: "failure_modes.py, over_optimisation.py",
+    48: "failure_modes.py", 49: "49a, failure_modes.py",
+    50: "failure_modes.py", 51: "failure_modes.py",
+    52: "failure_modes.py, break_it.py",
+    53: "failure_modes.py, exercises.py", 54: "when_to_use_what.py",
+    55: "production_recipes.py", 56: "production_recipes.py",
+    57: "production_recipes.py", 58: "58a, when_to_use_what.py",
     59: "59a, 59b, 59c, kl_estimators.py", 60: "60a", 61: "61a, 61b, seven_b.py", 62: "seven_b.py",
-    63: "63a, 63b, to come: when to use what study", 64: "to come: over-optimisation study",
+    63: "63a, 63b, when_to_use_what.py", 64: "over_optimisation.py",
     65: "65a, 65b, 65c, 65d, exercises.py", 66: "28b, 66a, exercises.py",
     67: "67a, 67b, exercises.py, gradient_audit.py", 68: "68a, 68b, 68c, exercises.py",
     69: "69a, 69b, 69c, exercises.py, gradient_audit.py", 70: "hand_verify.py",
-    71: "71a, gradient_audit.py", 72: "72a", 73: "14a, to come: over-optimisation study",
+    71: "71a, gradient_audit.py", 72: "72a", 73: "14a, over_optimisation.py",
     74: "33a, exercises.py", 75: "75a, 75b, gradient_audit.py", 76: "76a, 60a", 77: "77a",
-    78: "78a, 78b, 78c, 78d, 78e, 78f, 78g, 78h, 78i, to come: break it study",
-    79: "79a, 79b, 79c, 79d", 80: "80a, seven_b.py, to come: failure modes study",
+    78: "78a, 78b, 78c, 78d, 78e, 78f, 78g, 78h, 78i, break_it.py",
+    79: "79a, 79b, 79c, 79d", 80: "80a, seven_b.py, failure_modes.py",
     81: "81a, 81b, 81c, 81d, exercises.py", 82: "82a, 82b, exercises.py",
-    83: "83a, 83b, exercises.py", 84: "84a, exact_optimum.py, to come: when to use what study"}
+    83: "83a, 83b, exercises.py", 84: "84a, exact_optimum.py, when_to_use_what.py"}
 
 
 def check_map():
-    """(what is wrong with the map and its references, study to come -> the claims it is for)."""
+    """What is wrong with the map and its references, in sentences."""
     tests = (HOME / "test_tinyrlhf.py").read_text() if (HOME / "test_tinyrlhf.py").exists() else ""
     names = set(re.findall(r"^def (test_\w+)\(", tests, re.M))
     rows = {row.name for rows in LEDGER.values() for row in rows}
     wrong = [f"claim {number} has no target" for number in range(1, 85) if number not in MAP]
-    pointed, to_come = set(), {}
+    pointed = set()
     for number, targets in MAP.items():
         for target in targets.split(", "):
             pointed.add(target)
-            if target.startswith("to come: "):
-                to_come.setdefault(target, []).append(str(number))
-            elif not (target in names if target.startswith("test_") else target in rows or
-                      target.endswith(".py") and (HOME / "examples" / target).exists()):
+            if not (target in names if target.startswith("test_") else target in rows or
+                    target.endswith(".py") and (HOME / "examples" / target).exists()):
                 wrong.append(f"claim {number}: {target} is not there")
     wrong += [f"row {row} is in no line of the map" for row in sorted(rows - pointed)]
     for name, target in REFERENCES.items():
-        if target.startswith("to come: "):
-            to_come.setdefault(target, []).append(f"70 ({name.split()[0]})")
-        elif not (HOME / target).exists():
+        if not (HOME / target).exists():
             wrong.append(f"claim 70, {name}: {target} is not there")
-    return wrong, to_come
+    return wrong
 
 
 def print_items(head, items):
@@ -853,13 +848,9 @@ def main():
         print(f"\n{sum(count.values())} rows: {count['agrees']} agree, {count['differs']} differ "
               f"as explained, {count['shown']} shown where the text has no number, "
               f"{count['BROKEN']} broken")
-    wrong, to_come = check_map()
+    wrong = check_map()
     state = "every target is there" if not wrong else f"{len(wrong)} things are wrong with the map:"
     print(f"{len(MAP)} claims mapped; {state}", *wrong, sep="\n  ")
-    if to_come:
-        print(f"open besides, which is no error: {sum(map(len, to_come.values()))}")
-    for study, claims in to_come.items():
-        print_items(f"  {study}: claims ", claims)
     sys.exit(bool(count["BROKEN"] or wrong))
 
 
