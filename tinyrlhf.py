@@ -180,8 +180,8 @@ def no_grad():
 def unbroadcast(g, shape):
     """Undo NumPy's broadcasting: sum g over the axes along which an operand was repeated."""
     lead = g.ndim - len(shape)
-    axes = tuple(i for i in range(g.ndim) if i < lead or shape[i - lead] == 1)
-    return g if g.shape == shape else g.sum(axis=axes).reshape(shape)
+    axes = (i for i in range(g.ndim) if i < lead or shape[i - lead] == 1)
+    return g if g.shape == shape else g.sum(axis=tuple(axes)).reshape(shape)
 
 class Tensor:
     """A float32 or float64 array that remembers how it was made; its operations are attached below.
@@ -247,8 +247,8 @@ def op(rule):
     def apply(*operands, **settings):
         dtype = next((x.dtype for x in operands if isinstance(x, Tensor)), None)
         parents = tuple([as_tensor(x, name, dtype) for x, name in zip(operands, names)])
-        leaves = [_recording and p.requires_grad and not p._parents for p in parents]
-        arrays = [p.data.copy() if leaf else p.data for p, leaf in zip(parents, leaves)]
+        arrays = [p.data.copy() if _recording and p.requires_grad and not p._parents else p.data
+                  for p in parents]
         value, vjp = rule(*arrays, **settings)
         return node(value, parents, vjp)
     return apply
@@ -644,7 +644,7 @@ class Adam:
                 self.t[i] += 1
                 p.data = np.ascontiguousarray(p.data)
                 corrections = (1 - b ** self.t[i] for b in self.betas)
-                _adam(*map(np.ravel, (p.data, p.grad, m, v)),
+                _adam(*(a.ravel() for a in (p.data, p.grad, m, v)),
                       *map(p.dtype.type, (self.lr, *self.betas, self.eps, *corrections)))
 
 def clip_grad_norm(params, max_norm):
@@ -652,7 +652,7 @@ def clip_grad_norm(params, max_norm):
     The norm is summed in float64. One that is not finite raises ValueError and changes nothing."""
     as_number(max_norm, "clip_grad_norm: max_norm", 0.0, above=True)
     grads = [p.grad for p in dict.fromkeys(params) if p.grad is not None]
-    norm = math.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in grads))
+    norm = math.sqrt(sum(flat @ flat for flat in (g.ravel().astype(np.float64) for g in grads)))
     if not math.isfinite(norm):
         raise ValueError(f"clip_grad_norm: the gradient norm is {norm}; nothing was changed")
     for g in grads:
