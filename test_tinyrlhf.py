@@ -1523,6 +1523,35 @@ def test_rows_longer_than_a_chunk_are_taken_one_by_one(monkeypatch):
     for a, b in zip(weights(*whole[3:]), weights(*split[3:])):
         near(a, b, 1e-10)
 
+def test_adam_steps_parameters_of_any_layout_and_refuses_eps_0():
+    W, up = gen().normal(size=(3, 2)), gen(1).normal(size=(4, 2, 3))
+    plain, odd, scalar = leaf(W.T), leaf(W.T), leaf(1.0)
+    odd.data = W.copy().T  # Fortran order, as a checkpoint's transposed matrix has
+    opt = t.Adam([plain, odd, scalar], 0.1)
+    for g in up:
+        plain.grad, odd.grad, scalar.grad = g.copy(), np.asfortranarray(g), np.array(1.0)
+        opt.step()
+    assert not odd.data.flags["C_CONTIGUOUS"] and scalar.shape == ()
+    same(np.ascontiguousarray(odd.data), plain.data)
+    refuses(lambda: t.Adam([plain], 0.1, eps=0.0), "eps", "0.0")
+
+def test_an_index_may_change_before_backward():
+    w, ids = leaf([[1.0, 2.0], [3.0, 4.0]]), np.array([1, 1])
+    loss = w[ids].sum()
+    ids[:] = 0
+    loss.backward()
+    near(w.grad, [[0, 0], [2, 2]])
+
+def test_an_impossible_token_leaves_listed_log_probs_finite():
+    class Never:
+        """The token 1 never comes."""
+        def __call__(self, rows):
+            return t.Tensor(np.tile([0.0, -INF, 0.0], (*np.shape(rows), 1)))
+    tokens, mask = np.array([[2, 1], [1, 0]]), np.array([[1, 0], [1, 1]])
+    logp = t.response_log_probs(Never(), [0], tokens, mask).data
+    near(logp[0], -math.log(2))
+    assert np.exp(logp[1]) == 0 and np.isfinite(logp).all()
+
 def test_policy_and_critic_in_two_threads_learn_the_same(monkeypatch):
     one = update(minibatch_rows=2, ent_coef=0.1)
     monkeypatch.setattr(t, "TWO_THREADS_FROM", 0)

@@ -2,14 +2,14 @@
 # requires-python = ">=3.11"
 # dependencies = ["numpy>=2.0", "numba>=0.60"]
 # ///
-"""RLHF with PPO in one file: from the first derivative to a policy trained on preferences.
+"""RLHF, learning from human feedback, with PPO, proximal policy optimisation, in one file.
 
 Thesis: a language model is a policy whose actions are tokens. Score whole responses with a learnt
 reward, charge every token for its distance from a frozen reference, and climb the sum with clipped
 policy gradients. All of it is here, on NumPy arrays, and runs on a laptop in seconds.
 
     python tinyrlhf.py             the demo: fine-tuning (SFT), reward model, PPO, what it changed
-    python tinyrlhf.py estimate    memory and time of the same four models at 7B
+    python tinyrlhf.py estimate    the four models at 7B: memory, time (examples/estimator.py)
 
 Read from top to bottom; nothing is used before it is defined.
 
@@ -24,12 +24,12 @@ Names. B rows, P prompt tokens, N new tokens, T = P + N; D width, H heads, V voc
     policy    pi         the model being trained; its actions are tokens
     ref       pi_ref     the policy as it was before PPO, frozen; anchor of the KL
     critic    V(s)       predicts the reward still to come after a prefix s
-    scores    (B,)       one number a response, from the reward model or any function
+    scores    (B,)       one number a response: from the reward model (frozen) or any function
     logp_old  (B, T-1)   log pi(a|s) as recorded while sampling
     kl        (B, T-1)   logp_old - logp_ref: a signed sample; its sum is in nats per sequence
-    rewards   (B, T-1)   R_t = -beta * kl_t, plus the score on the last response token
+    rewards   (B, T-1)   R_t = -beta kl_t (beta: price of a nat), plus score on the last token
     advantages (B, T-1)  A_t: how much better the action was than V expected, by GAE (section 6)
-    returns    (B, T-1)  G_t = A_t + V_t, what V should have been
+    returns    (B, T-1)  G_t = A_t + V_t (A not yet whitened), what V should have been
 
 The shift. Everything per token is (B, T-1): index t is the action tokens[:, t+1], taken in the
 state tokens[:, :t+1]. Here P = 3, N = 4, and the response ends early:
@@ -140,13 +140,13 @@ def kernel(function, reorder=True):
     except RuntimeError:  # no directory for a cache: compile anew in each process
         return numba.njit(**options)(function)
 
-CHUNK_TOKENS = 1024  # of one forward and backward, or one row: bounds the memory, fits the cache
+CHUNK_TOKENS = 1024  # of a forward and backward of the update, or one row: what fits the cache
 TWO_THREADS_FROM = 200_000  # numbers in an array; narrower work waits for Python's lock instead
 
 def at_once(width, first, second):
     """first() and second(), which change nothing in common, in two threads -> both results.
     NumPy and the kernels use one core, but for matrix products: these get one thread each too, or
-    four would fight for two cores. Where arrays hold less than `width`, one after the other."""
+    four would fight for two cores. If `width` (of an array) is small, one after the other."""
     blas = ctypes.CDLL(np._core._multiarray_umath.__file__)  # finds what NumPy is linked to
     set_threads = getattr(blas, "scipy_openblas_set_num_threads64_", None)  # None: another BLAS
     if set_threads is None or width < TWO_THREADS_FROM:
@@ -240,8 +240,8 @@ def node(value, parents, vjp):
 
 def op(rule):
     """rule(*arrays, **settings) -> (value, vjp) becomes an operation on Tensors or arrays.
-    What is not a Tensor takes the first Tensor's dtype. A leaf's array is copied while recording:
-    its owner may change it before backward reads it."""
+    What is not a Tensor takes the first Tensor's dtype. A trainable leaf's array is copied while
+    recording: its owner may change it before backward reads it."""
     names = tuple(inspect.signature(rule).parameters)
     @functools.wraps(rule)
     def apply(*operands, **settings):
@@ -288,6 +288,7 @@ def _add_rows(ids, g, out):
 @op
 def take(x, index):
     """x[index]; the gradient is put back there, and added where an index repeats, as ids do."""
+    index = index.copy() if isinstance(index, np.ndarray) else index  # its owner may change it
     def vjp(g):
         full = np.zeros(x.shape, g.dtype)
         if x.ndim == 2 and isinstance(index, np.ndarray) and index.dtype == np.int64:
@@ -518,7 +519,7 @@ class KVCache:
         return self.data[layer], self.lengths
 
     def keep(self, rows):
-        """Forget all rows but these: those that have ended."""
+        """Keep these rows, which go on; forget the others, which have ended."""
         self.data, self.lengths = self.data[:, rows], self.lengths[rows]
 
 class TinyCausalLM:
@@ -628,9 +629,9 @@ class Adam:
     def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8):
         self.params = list(dict.fromkeys(params))
         self.t = [0] * len(self.params)  # steps of each, for the bias correction
-        self.lr, self.eps = as_number(lr, "Adam: lr", 0.0), as_number(eps, "Adam: eps", 0.0)
+        self.lr, self.eps = as_number(lr, "Adam: lr", 0.0), as_number(eps, "Adam: eps", 1e-30)
         self.betas = [as_number(b, "Adam: betas", 0.0, math.nextafter(1, 0)) for b in betas]
-        self.m, self.v = ([np.zeros_like(p.data) for p in self.params] for _ in "mv")
+        self.m, self.v = ([np.zeros(p.shape, p.dtype) for p in self.params] for _ in range(2))
 
     def zero_grad(self):
         """Forget all gradients."""
@@ -642,10 +643,10 @@ class Adam:
         for i, (p, m, v) in enumerate(zip(self.params, self.m, self.v)):
             if p.grad is not None:
                 self.t[i] += 1
-                p.data = np.ascontiguousarray(p.data)
-                corrections = (1 - b ** self.t[i] for b in self.betas)
-                _adam(*(a.ravel() for a in (p.data, p.grad, m, v)),
+                corrections, flat = (1 - b ** self.t[i] for b in self.betas), p.data.ravel()
+                _adam(flat, p.grad.ravel(), m.ravel(), v.ravel(),
                       *map(p.dtype.type, (self.lr, *self.betas, self.eps, *corrections)))
+                p.data[...] = flat.reshape(p.shape)  # a view of it already, but for odd layouts
 
 def clip_grad_norm(params, max_norm):
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)); returns their joint norm before.
@@ -707,14 +708,14 @@ def mean_over(x, mask):
     n = max(int(mask.sum()), 1)
     value = x.sum(where=mask, dtype=np.float64) / n
     if not np.isfinite(value):
-        raise ValueError("logits give a mean that is not finite")
+        raise ValueError("logits give a mean that is not finite over the mask")
     return value.astype(x.dtype), lambda g: (g * mask / x.dtype.type(n),)
 
 def masked_entropy(logits, response_mask, temperature=1.0):
     """Mean entropy over the response, in nats -> scalar Tensor; (B, T-1, V) and (B, T-1)."""
     mask = as_mask(response_mask, "response_mask")
     both = categorical(logits, ids=mask * 0, temperature=temperature, name="response_mask")
-    return mean_over(both[1], mask=mask)
+    return mean_over(both[1], mask=mask)  # the entropy asks for no id: 0 will do
 
 def filter_probs(logits, *, temperature=1.0, top_k=None, top_p=None):
     """logits (..., V) -> float64 probabilities (..., V), after temperature, then top_k, then top_p.
@@ -728,7 +729,7 @@ def filter_probs(logits, *, temperature=1.0, top_k=None, top_p=None):
     if np.isnan(z).any():
         raise ValueError("logits hold NaN or +inf, or nothing but -inf in a row")
     if temperature == 0:
-        return np.eye(z.shape[-1])[z.argmax(axis=-1)]
+        return (z.argmax(axis=-1)[..., None] == np.arange(z.shape[-1])).astype(np.float64)
     with np.errstate(over="ignore"):
         p = np.exp(z / temperature)
     if top_k < z.shape[-1] or top_p < 1:
@@ -816,7 +817,7 @@ def whiten(x, mask, shift_mean=True):
 def kl_estimates(logp, logp_ref, kind):
     """Estimates of KL(pi || pi_ref), in nats, from samples of pi; equal shapes -> the same shape.
     With d = logp - logp_ref: k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d, abs = |d| (Schulman 2020).
-    abs is for comparison, no estimate. k3 bounds -d by 20 to stay finite. A Tensor gives a Tensor.
+    abs is no estimate; k3 bounds -d by 20. As a loss (a Tensor) E grad k1 = 0, E grad k2 is KL's.
     >>> kl_estimates([-1.0, -0.5], [-0.5, -1.0], "k3").round(4)
     array([0.1487, 0.1065])
     """
@@ -869,7 +870,7 @@ def _gae(rewards, values, inside, gamma, lam, advantages, returns):
 def gae(rewards, values, response_mask, gamma=1.0, lam=0.95):
     """Generalised advantage estimation over the response -> (advantages, returns), (B, T-1) each.
     delta_t = R_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  G_t = A_t + V_t.
-    V behind the last response token is 0, whether the row ended or was cut off. All (B, T-1).
+    V behind the last response token is 0, whether the row ended or was cut off: no reward follows.
     Schulman et al. 2015, equation 16.
     >>> gae([[0.0, 0.0, 1.0]], [[0.2, 0.4, 0.5]], [[1, 1, 1]], lam=1.0)[0].round(2)  # 1 - V_t
     array([[0.8, 0.6, 0.5]])
@@ -989,8 +990,8 @@ class PPOConfig:
     kl_target: float | None = None     # nats per sequence, for the controller; None: beta stays
     kl_horizon: float = 10             # the controller moves beta by at most 20 % / horizon a step
     lr: float = 1e-3                   # Adam's step size, for policy and critic
-    clip_eps: float = 0.2              # how far the ratio may gain from 1
-    value_clip_eps: float = 0.2        # how far V may gain from V_old, in units of the score
+    clip_eps: float = 0.2              # past 1 +- this a ratio earns nothing more
+    value_clip_eps: float = 0.2        # past V_old +- this V earns nothing more, in score units
     ppo_epochs: int = 2                # passes over one rollout
     minibatch_rows: int | None = None  # rows of one optimiser step; None: all
     vf_coef: float = 0.5               # c_v, on top of the 1/2 inside the value loss
@@ -999,7 +1000,7 @@ class PPOConfig:
     lam: float = 0.95                  # GAE's lambda, 0 (trust the critic) to 1 (trust the sample)
     max_grad_norm: float = 1.0         # of policy and critic together, above 0
     target_kl: float | None = None     # KL(old || new) a token, by k3, that ends the epochs
-    whiten_advantages: bool = True     # to mean 0, std 1 over the response tokens of the rollout
+    whiten_advantages: bool = True     # to mean 0, std 1 over the rollout: one lr for any score
     whiten_rewards: bool = False       # to std 1, the mean kept
     missing_eos_penalty: float = 0.0   # taken off the score of a row that did not end, 0 or more
     temperature: float = 1.0           # of sampling and of every log-prob, above 0
@@ -1025,7 +1026,7 @@ class Rollout:
     m and v beside their weights, reference and reward model, which are weights only."""
     tokens: np.ndarray      # (B, T)
     mask: np.ndarray        # (B, T-1), the response_mask
-    logp_old: np.ndarray    # (B, T-1), recorded while sampling
+    logp_old: np.ndarray    # (B, T-1), recorded while sampling, before the policy moves
     logp_ref: np.ndarray    # (B, T-1)
     values_old: np.ndarray  # (B, T-1), V of the state before each action
     ended: np.ndarray = None  # (B,) bool
@@ -1103,9 +1104,9 @@ def critic_loss(critic, roll, rows, returns, cfg):
     return cfg.vf_coef * v_loss, [float(v_loss)]
 
 def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
-    """Add the gradients of L_clip + c_v L_V - c_e H on one minibatch -> its five diagnostics.
-    A few rows at a time; a chunk's mean is weighted by its share of the tokens, so the split
-    changes nothing. The loss is a sum: policy and critic learn from a term each."""
+    """Add the gradients of L_clip + c_v L_V - c_e H (+ c_ptx L_SFT) on one minibatch -> its five
+    diagnostics. A few rows at a time; a chunk's mean is weighted by its share of the tokens, so the
+    split changes nothing. The loss is a sum: policy and critic learn from a term each."""
     length = np.asarray(roll.mask).sum(axis=1)
     apart, size = not {*policy.parameters()} & {*critic.parameters()}, roll.tokens[rows].size
     chunks = np.array_split(rows, min(len(rows), -(-size // CHUNK_TOKENS)))
@@ -1176,11 +1177,9 @@ def progress(steps):
     return on_step
 
 def save_checkpoint(path, arrays, meta):
-    """Write aside, flush, rename: at every moment the file at `path` is a whole one, old or new."""
+    """Write aside, rename: at every moment the file at `path` is a whole one, old or new."""
     with open(f"{path}.part", "wb") as f:
         np.savez(f, meta=json.dumps(meta, default=lambda x: x.tolist()), **arrays)
-        f.flush()
-        os.fsync(f.fileno())
     os.replace(f"{path}.part", path)
 
 def load_checkpoint(path, arrays, settings, rng):
@@ -1206,7 +1205,7 @@ def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), 
     """cfg.steps times: rollout, score, update, turn beta -> list of PPOStats.
     reward_fn(tokens (B, T), token_mask (B, T)) -> (B,) finite numbers. on_step(step, stats) is
     called after each step. checkpoint=PATH saves after each step; if the file exists, training goes
-    on from it bit for bit, under the same settings but for `steps`."""
+    on from it bit for bit, under the same settings (but for `steps`) and reward_fn."""
     opt, history, beta = Adam(policy.parameters() + critic.parameters(), cfg.lr), [], cfg.beta
     if checkpoint is not None:
         arrays = {f"policy/{n}": p.data for n, p in policy.params.items()}
@@ -1240,7 +1239,8 @@ def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), 
     return history
 
 # ======================================================== 13. the exact answer, by enumeration
-# On a tiny vocabulary every response can be listed, so J, the KL and the best policy are sums.
+# On a tiny vocabulary every response can be listed, so J, the KL and the best policy are sums. On
+# a large one rejection sampling, the best of K, moves at most log K - (K-1)/K nats towards it.
 
 ExactObjective = namedtuple("ExactObjective", "reward kl J J_ref J_star fraction entropy "
                                               "tokens mask logp logp_ref logp_star")
@@ -1265,10 +1265,10 @@ def response_log_probs(model, prompt, tokens, mask):
     """log pi(response | prompt) of listed responses -> Tensor (R,); their gradient is exact."""
     rows = np.concatenate([np.tile(prompt, (len(tokens), 1)), tokens], axis=1)  # (R, P + N)
     logp = token_log_probs(model(rows), rows)[:, len(prompt) - 1:]
-    return (logp * mask).sum(axis=1)
+    return (maximum(logp, -1e30) * mask).sum(axis=1)  # subtle: 0 times -inf would be nan
 
 def exact_objective(policy, ref, prompt, reward_fn, max_new_tokens, eos_id, beta):
-    """What PPO maximises, and the best that can be reached -> ExactObjective, summed in float64.
+    """What PPO at gamma 1 maximises, and the best there is -> ExactObjective, summed in float64.
     prompt (P,) ids; reward_fn(tokens (R, P + N), token_mask) -> (R,); beta > 0. reward, kl, entropy
     (nats) are of whole responses under the policy; J = reward - beta kl; J_ref of the reference;
     J_star = beta log Z of the optimum pi* = pi_ref exp(r / beta) / Z; fraction = (J - J_ref) /

@@ -323,11 +323,10 @@ MODES = {
          Figure("KL at end", 2, -1, 0.5), OPTIMUM],
         {"lr 3e-3, beta .5, 2 epochs": dict(lr=3e-3, beta=0.5, ppo_epochs=2), "all three": {},
          "KL controller, 3 nats": dict(kl_target=3.0, kl_horizon=3),
-         "2 epochs": dict(ppo_epochs=2), "1 epoch": dict(ppo_epochs=1),
+         "1 epoch": dict(ppo_epochs=1),
          "early stop at .002 nats": dict(target_kl=0.002),
-         "beta .5": dict(beta=0.5),
          "beta .5, early stop": dict(beta=0.5, target_kl=0.002)},
-        "Two faults in one row. Fewer epochs and the early stop slow the walk and end at the "
+        "Two faults in one row. A single epoch and the early stop slow the walk and end at the "
         "same KL: beta names the place, they name the pace. A controller finds the place, but "
         "too late for the start."),
     "flat-scale": Mode(

@@ -11,7 +11,7 @@ share of the way from the reference's J to the best one. Each has the learning r
 for it on seeds 10 and 11 (best of 16 has that of 64).
 
 - PPO comes nearest, in five seeds of five: 99.3 % of the optimum (median), .005 below the frontier.
-  It needs all four models, 252 GB at 7B, and some three times the seconds of REINFORCE.
+  It needs all four models, 252 GB at 7B, and twice the seconds of REINFORCE.
 - REINFORCE with the batch's mean as baseline has 98.1 % with one model to train, at 140 GB: with
   responses of five tokens a critic has little credit to assign. That is the toy, not a law.
 - Iterated DPO has 96.0 % from one noisy bit a pair, without a score, a critic or a reward model.
