@@ -14,10 +14,10 @@ which the model learns to say hardly ever. Of a long text five million character
 
 Found, with Python 3.11's manual (417,746 characters, 102 different):
 - SFT: held-out loss 4.725 -> 1.786 nats a character; characters counted one by one give 3.229.
-- PPO: 3.22 e a response become .85 and the score goes from -1.12 to 1.39, for 4.30 nats of KL. It
+- PPO: 3.22 e a response become .96 and the score goes from -1.12 to 1.35, for 4.41 nats of KL. It
   turns to words without e and misspells others, in English as rough as a model this small writes.
-- The price is on the text: held-out loss 1.786 -> 1.877. With ptx_coef=0 in CFG it is 2.033, for
-  .33 e a response, a score of 2.03 and 5.02 nats: more score, and 2.7 times the damage.
+- The price is on the text: held-out loss 1.786 -> 1.868. With ptx_coef=0 in CFG it is 2.033, for
+  .34 e a response, a score of 2.03 and 5.01 nats: more score, and three times the damage.
 One seed; another version of Python has another manual, and so other figures.
 """
 import re
