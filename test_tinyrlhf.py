@@ -220,6 +220,18 @@ def test_import_is_silent_and_needs_only_numpy_and_numba():
     job = python("import sys, tinyrlhf; print(*{'torch', 'matplotlib', 'pytest'} & {*sys.modules})")
     assert job.communicate()[0].strip() == "" and job.returncode == 0
 
+def test_estimate_runs_the_estimator_or_says_where_it_is(tmp_path):
+    run = lambda folder, *args: subprocess.run(
+        [sys.executable, folder / "tinyrlhf.py", "estimate", *args], text=True, capture_output=True)
+    est = json.loads(run(HERE, "--params", "7e9", "--json").stdout)
+    assert sum(whole for whole, _ in est["bytes"].values()) == 252e9
+    wrong = run(HERE, "--gpu", "abacus")
+    assert wrong.returncode == 2 and "abacus" in wrong.stderr and "a100-80" in wrong.stderr
+    shutil.copy(HERE / "tinyrlhf.py", tmp_path)
+    alone = run(tmp_path)
+    assert alone.returncode == 1 and "examples/estimator.py" in alone.stderr
+    assert len(alone.stderr.splitlines()) == len(wrong.stderr.splitlines()) == 1
+
 def test_compiled_anew_or_from_the_cache_the_bits_are_the_same(tmp_path):
     """Beside a file of the name __pycache__ nothing can be cached: it still runs, and compiles."""
     shutil.copy(HERE / "tinyrlhf.py", tmp_path)
