@@ -252,8 +252,7 @@ def test_compiled_anew_or_from_the_cache_the_bits_are_the_same(tmp_path):
 
 def blas_threads():
     """How many threads OpenBLAS has, or None with another BLAS."""
-    blas = t.ctypes.CDLL(np._core._multiarray_umath.__file__)
-    get = getattr(blas, "scipy_openblas_get_num_threads64_", None)
+    get = getattr(t.BLAS, "scipy_openblas_get_num_threads64_", None)
     return get and get()
 
 def test_two_threads_give_both_results_and_leave_the_blas_as_it_was(monkeypatch):
@@ -272,7 +271,7 @@ def test_two_threads_give_both_results_and_leave_the_blas_as_it_was(monkeypatch)
 def test_one_thread_where_arrays_are_narrow_or_the_blas_is_unknown(monkeypatch):
     monkeypatch.setattr(t, "TWO_THREADS_FROM", 10)
     assert len({*t.at_once(9, threading.get_ident, threading.get_ident)}) == 1
-    monkeypatch.setattr(t.ctypes, "CDLL", lambda path: object())
+    monkeypatch.setattr(t, "BLAS", object())
     assert len({*t.at_once(11, threading.get_ident, threading.get_ident)}) == 1
 
 # ---------------------------------------------------------------------------- 1 autograd

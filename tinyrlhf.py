@@ -142,16 +142,16 @@ def kernel(function, reorder=True):
 
 CHUNK_TOKENS = 1024  # of a forward and backward of the update, or one row: what fits the cache
 TWO_THREADS_FROM = 200_000  # numbers in an array; narrower work waits for Python's lock instead
+BLAS = ctypes.CDLL(np._core._multiarray_umath.__file__)  # finds what NumPy is linked to
 
 def at_once(width, first, second):
     """first() and second(), which change nothing in common, in two threads -> both results.
     NumPy and the kernels use one core, but for matrix products: these get one thread each too, or
     four would fight for two cores. If `width` (of an array) is small, one after the other."""
-    blas = ctypes.CDLL(np._core._multiarray_umath.__file__)  # finds what NumPy is linked to
-    set_threads = getattr(blas, "scipy_openblas_set_num_threads64_", None)  # None: another BLAS
+    set_threads = getattr(BLAS, "scipy_openblas_set_num_threads64_", None)  # None: another BLAS
     if set_threads is None or width < TWO_THREADS_FROM:
         return first(), second()
-    before = blas.scipy_openblas_get_num_threads64_()
+    before = BLAS.scipy_openblas_get_num_threads64_()
     set_threads(1)
     try:
         with ThreadPoolExecutor(1) as pool:
