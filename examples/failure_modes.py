@@ -338,7 +338,6 @@ MODES = {
          "lr 10 times": TINY | dict(lr=3e-2),
          "lr 10 times, critic held at 0": TINY | dict(lr=3e-2, vf_coef=0.0),
          "whitened advantages": TINY | dict(whiten_advantages=True),
-         "Adam's eps 1e-8": TINY | dict(adam_eps=1e-8),
          "scores of 1, critic pretrained": dict(pretrained=200)},
         "Whitened rewards cure it; whitened advantages hide it (std 1 whatever the scale). A "
         "higher lr makes it worse unless the critic is held at 0: the critic's steps do not "
@@ -358,7 +357,6 @@ MODES = {
         [Figure("expl. var.", 2, 1, 0.1), Figure("grad norm", 1, -1, 1.0),
          Figure("lowest", 3, 1, 0.05), Figure("at step 15", 3, 1, 0.05), OPTIMUM],
         {"value head zero": {}, "value head Normal(0, 5)": dict(head=5.0),
-         "pretrained, 50 steps": dict(head=5.0, pretrained=50),
          "pretrained, 200 steps": dict(head=5.0, pretrained=200)},
         "Wrong values point the policy the wrong way at first and fill the joint gradient "
         "norm. Adam forgives the norm, and in the end all arrive; pretraining saves the "
