@@ -140,10 +140,9 @@ def kernel(function, reorder=True):
     except RuntimeError:  # no directory for a cache: compile anew in each process
         return numba.njit(**options)(function)
 
-CHUNK_TOKENS = 1024  # of a forward and backward of the update, or one row: what fits the cache
+CHUNK_TOKENS = 1024  # of a pass of the update or the scoring, or one row: what fits the cache
 TWO_THREADS_FROM = 200_000  # numbers in an array; narrower work waits for Python's lock instead
 BLAS = ctypes.CDLL(np._core._multiarray_umath.__file__)  # finds what NumPy is linked to
-
 def at_once(width, first, second):
     """first() and second(), which change nothing in common, in two threads -> both results.
     NumPy and the kernels use one core, but for matrix products: these get one thread each too, or
@@ -422,7 +421,6 @@ def layer_norm(x, weight, bias, eps=1e-5):
 
 GELU_C = math.sqrt(2 / math.pi)
 CACHED = 2**15  # numbers of an elementwise pass that stay in the cache for the next
-
 @kernel
 def _gelu_inner(x, t):
     for i in range(x.size):
@@ -504,8 +502,7 @@ def attention(qkv, n_heads, cache=None):
     return out, vjp
 
 class KVCache:
-    """Keys and values of the tokens read so far, preallocated, with one length a row: data
-    (L, B, S, 2D), lengths (B,)."""
+    """Keys and values of the tokens read so far, in data (L, B, S, 2D), with lengths (B,)."""
     def __init__(self, cfg, batch):
         # subtle: zeros, for a key not yet written has weight 0, and 0 times garbage may be nan
         self.data = np.zeros((cfg.n_layers, batch, cfg.max_len, 2 * cfg.d_model), cfg.dtype)
@@ -886,7 +883,6 @@ def gae(rewards, values, response_mask, gamma=1.0, lam=0.95):
 # Each kernel gives the loss and its gradient in one pass over the tokens.
 
 MAX_LOG_RATIO = 20.0
-
 @kernel
 def _ppo_clip(logp_new, logp_old, advantages, inside, eps, grad):
     n, loss, clipped = max(inside.sum(), 1), 0.0, 0
@@ -1033,6 +1029,10 @@ class Rollout:
     temperature: float = 1.0
     seconds: dict = field(default_factory=dict)  # spent on "rollout" (sampling) and "scoring"
 
+def row_chunks(rows, length):
+    """Rows of `length` tokens, or their indices, in parts of some CHUNK_TOKENS tokens."""
+    return np.array_split(rows, min(len(rows), -(-len(rows) * length // CHUNK_TOKENS)))
+
 def collect_rollouts(policy, ref, critic, prompts, max_new_tokens, eos_id, *, rng, temperature=1.0):
     """Sample from the policy, then read reference and critic once over the result -> Rollout.
     The whole softmax is sampled: after top_k, top_p or argmax, logp - logp_ref would no longer
@@ -1045,11 +1045,12 @@ def collect_rollouts(policy, ref, critic, prompts, max_new_tokens, eos_id, *, rn
     began = time.perf_counter()
     s = sample(policy, prompts, max_new_tokens, eos_id, rng=rng, temperature=temperature)
     sampled = time.perf_counter()
+    parts = row_chunks(s.tokens, s.tokens.shape[1])
     with no_grad():
         logp_ref, values = at_once(
             s.tokens.size * policy.cfg.d_model,
-            lambda: token_log_probs(ref(s.tokens), s.tokens, temperature).data,
-            lambda: np.asarray(critic(s.tokens))[:, :-1])  # V(tokens[:, :t+1]), before the action t
+            lambda: np.concatenate([token_log_probs(ref(x), x, temperature).data for x in parts]),
+            lambda: np.concatenate([np.asarray(critic(x))[:, :-1] for x in parts]))  # V before t
     return Rollout(s.tokens, s.token_mask[:, 1:], s.logp, logp_ref, values, s.ended, temperature,
                    {"rollout": sampled - began, "scoring": time.perf_counter() - sampled})
 
@@ -1109,7 +1110,7 @@ def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
     split changes nothing. The loss is a sum: policy and critic learn from a term each."""
     length = np.asarray(roll.mask).sum(axis=1)
     apart, size = not {*policy.parameters()} & {*critic.parameters()}, roll.tokens[rows].size
-    chunks = np.array_split(rows, min(len(rows), -(-size // CHUNK_TOKENS)))
+    chunks = row_chunks(rows, roll.tokens.shape[1])
     shares = [float(length[chunk].sum() / length[rows].sum()) for chunk in chunks]
     def learn(loss_on):
         seen = []
@@ -1269,11 +1270,10 @@ def response_log_probs(model, prompt, tokens, mask):
 
 def exact_objective(policy, ref, prompt, reward_fn, max_new_tokens, eos_id, beta):
     """What PPO at gamma 1 maximises, and the best there is -> ExactObjective, summed in float64.
-    prompt (P,) ids; reward_fn(tokens (R, P + N), token_mask) -> (R,); beta > 0. reward, kl, entropy
-    (nats) are of whole responses under the policy; J = reward - beta kl; J_ref of the reference;
-    J_star = beta log Z of the optimum pi* = pi_ref exp(r / beta) / Z; fraction = (J - J_ref) /
-    (J_star - J_ref); then all responses, (R, N), and their log-probs (R,) under the three models.
-    J = beta log Z - beta KL(pi || pi*): the chapter, 2.1; Korbak et al. 2022."""
+    prompt (P,) ids; reward_fn(tokens (R, P + N), token_mask) -> (R,). reward, kl, entropy (nats) of
+    whole responses under the policy; J = reward - beta kl = beta log Z - beta KL(pi || pi*); J_ref
+    of the reference; J_star = beta log Z of pi* = pi_ref exp(r / beta) / Z; fraction (J - J_ref) /
+    (J_star - J_ref); all responses (R, N), their three log-probs (R,). Korbak et al. 2022."""
     as_number(beta, "exact_objective: beta", 0.0, above=True)
     tokens, mask = enumerate_responses(policy.cfg.vocab_size, max_new_tokens, eos_id)
     with no_grad():
