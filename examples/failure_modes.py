@@ -7,12 +7,13 @@
 Each row is provoked on a toy whose 1,365 responses are listed, so fractions of the optimum, KL and
 the judge's gold score are exact; then each fix of the table is applied. Medians of 5 seeds:
 
-- Over-optimised (a reward model from 100 choices): score 2.96, gold -.79 where the reference has
-  .34. Lower KL target .98, refreshed reward model 1.11, both in 4 seeds or more. Length penalty: 3
-  of 5 seeds only, and one response is left. It helps where length is what is exploited.
+- Over-optimised (a reward model from 100 choices): score 2.97, gold -1.11 where the reference has
+  .34. Lower KL target .93, refreshed reward model 1.09, both in all seeds. Length penalty: 1.66, in
+  4 of 5, and one response is left. It helps where length is what is exploited. (With another number
+  of BLAS threads, whose last digits a long run amplifies: -.79, .98, 1.11, and 3 of 5.)
 - KL explodes (lr 5e-3, beta .1, 8 epochs): 5.88 nats after 10 updates, 7.41 at the end. One epoch
   (.82) and the early stop (1.42) cure the start, not the end (7.4); the controller cures the end
-  (2.90), not the start (6.96). Beta .5 with the early stop cures both, at 98.7 % of the optimum.
+  (3.25), not the start (6.96). Beta .5 with the early stop cures both, at 98.7 % of the optimum.
 - Reward flat. With whitened advantages they cannot be tiny (std 1), so whitening hides this cause;
   it is shown unwhitened, scores of 1e-5 and Adam's eps at 1e-5: 12 % of the optimum. Whitened
   rewards give 86 %. Ten times the lr helps in no seed (median -111 %): the critic's steps do not
@@ -22,7 +23,7 @@ the judge's gold score are exact; then each fix of the table is applied. Medians
   the optimum (57 % from a zero head). After 200 steps of value pretraining it is 87 %. In the end
   all are at 97 to 99 %: Adam undoes the clipped norm, so with two networks the harm is passing.
 - Collapse: at beta 0 one response is in use where the optimum has 130. Beta .1 keeps 89, beta .02
-  123. c_e .01 does nothing (1 of 5 seeds); c_e .1 gives 270, but towards uniform, at 2.05 nats.
+  123. c_e .01 does nothing (1 of 5 seeds); c_e .1 gives 204, but towards uniform, at 1.53 nats.
 - Mask: prompt and padding in the loss leave 67 % of the optimum (98.5 % masked), and a KL told of
   .53 where 1.54 is true. Masking the prompt alone is worse (33 %): padding does the harm.
 - Stale by 16 updates, log-probs recomputed: nothing is clipped at first, and later J falls by 76 %
