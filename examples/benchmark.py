@@ -1,6 +1,6 @@
 """Where does the time of a PPO step go on this machine, and how does PyTorch do beside it?
 
-    python examples/benchmark.py                 three sizes: some 90 s with torch, 20 s without
+    python examples/benchmark.py                 three sizes: some 110 s with torch, 20 s without
     python examples/benchmark.py toy             one of toy, small, laptop
     python examples/benchmark.py toy --json      tinyrlhf's seconds in one process, as one JSON line
 
