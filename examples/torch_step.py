@@ -9,12 +9,16 @@ test_benchmark.py holds logits, sampling and update against tinyrlhf. No torch.c
 """
 import copy
 import json
+import sys
 import time
 from types import SimpleNamespace
 
-import torch
-from torch import nn
-from torch.nn import functional as F
+try:
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+except ImportError:
+    sys.exit("torch_step.py needs torch: pip install torch")
 
 from benchmark import EOS, GAE_SHAPE, GOOD, SIZES, STEP, Parser, best_of, loop_gae, spent, t
 
