@@ -720,7 +720,7 @@ MAP = {  # claim -> tests (test_...), rows of this ledger, examples (NAME.py)
     1: "1a, exact_optimum.py", 2: "test_rollout_is_aligned_token_by_token, 9d, one_iteration.py",
     3: "3a, 3b, 3c, clip_figure.py, test_ppo_clip_loss_gradient_and_clipping",
     4: "4a, 4b, test_update_equals_the_chapters_in_torch", 5: "5a, estimator.py, seven_b.py",
-    6: "6a, seven_b.py", 7: "failure_modes.py",
+    6: "6a, seven_b.py", 7: "knobs.py, failure_modes.py",
     8: "8a, production_recipes.py", 9: "9a, 9b, 9c, 9d, 9e, one_iteration.py",
     10: "10a, 10b, kl_estimators.py", 11: "clip_figure.py, one_iteration.py", 12: "12a",
     13: "13a, gradient_audit.py", 14: "14a, 14b, over_optimisation.py",
