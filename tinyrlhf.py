@@ -1368,7 +1368,7 @@ def show_samples(title, policy, ref, reward, beta):
 def demo(seed=0, beta=0.3):
     """SFT, reward model, PPO, and what PPO changed."""
     rng = np.random.default_rng(seed)
-    print("compiling the kernels: once, some 10 s, then cached", flush=True)
+    print("compiling the kernels: once, some 6 s, then cached", flush=True)
     policy = TinyCausalLM(ToyLMConfig(len(WORDS), max_len=16), rng)
     print(f"1 SFT: loss {train_sft(policy, rng):.2f} nats a token", flush=True)
     model, accuracy, best = train_reward_model(policy, rng)

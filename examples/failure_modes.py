@@ -28,8 +28,8 @@ the judge's gold score are exact; then each fix of the table is applied. Medians
   .53 where 1.54 is true. Masking the prompt alone is worse (33 %): padding does the harm.
 - Stale by 16 updates, log-probs recomputed: nothing is clipped at first, and later J falls by 76 %
   of what there is to gain. Recorded: 37 % clipped and no such fall (12 %), but a slow start (57 %
-  after 20 updates, fresh 96) and no better end (94 to 96 %). One update old: 99.3 % recomputed,
-  97.8 recorded; at that age the cap is the cure, and recording shows no gain here.
+  after 20 updates, fresh 96) and no better end (94 to 96 %). One update old, it is 99.3 % without
+  recording: at that age the cap is the cure.
 """
 import dataclasses
 import functools
@@ -388,8 +388,7 @@ MODES = {
         [Figure("clipped %", 1), Figure("at step 20", 3), Figure("fall", 3, -1, 0.05),
          Figure("at the end", 3, 1, 0.02)],
         {"fresh": {}, "16 old, recomputed": dict(lag=16, recorded=False),
-         "16 old, recorded": dict(lag=16), "1 old, recomputed": dict(lag=1, recorded=False),
-         "1 old, recorded": dict(lag=1)},
+         "16 old, recorded": dict(lag=16), "1 old, recomputed": dict(lag=1, recorded=False)},
         "Recomputed, the ratio starts at 1 and the first pass clips nothing: nothing warns before "
         "J falls. Recorded log-probs show the staleness and soften the fall, at the price of a "
         "slow start. What cures is the cap on staleness."),
