@@ -441,7 +441,7 @@ def gelu(x):
         part = slice(i, i + CACHED)
         _gelu_inner(flat[part], t[part])
         np.tanh(t[part], out=t[part])  # NumPy's is SIMD, numba's is not: 8 times faster
-        y[part] = flat[part] / 2 * (1 + t[part])
+        np.multiply(flat[part] / 2, 1 + t[part], out=y[part])
     def vjp(g):
         dx = np.empty_like(flat)
         _gelu_vjp(np.ravel(g), flat, t, dx)
