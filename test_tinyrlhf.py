@@ -1563,6 +1563,30 @@ def test_an_impossible_token_leaves_listed_log_probs_finite():
     near(logp[0], -math.log(2))
     assert np.exp(logp[1]) == 0 and np.isfinite(logp).all()
 
+def test_a_checkpoint_of_other_shapes_changes_nothing(tmp_path):
+    """A last axis of 1 would broadcast into any other without a word."""
+    path, rng = tmp_path / "run.npz", gen(3)
+    meta = {"settings": {}, "history": [], "beta": 1.0, "t": [], "rng": gen(4).bit_generator.state}
+    t.save_checkpoint(path, {"policy/A": np.ones((4, 1)), "policy/b": np.ones(2)}, meta)
+    arrays = {"policy/b": np.zeros(2), "policy/A": np.zeros((4, 8))}
+    before = rng.bit_generator.state
+    refuses(lambda: t.load_checkpoint(path, arrays, {}, rng), path, "shapes")
+    assert not any(a.any() for a in arrays.values()) and rng.bit_generator.state == before
+
+def test_scoring_in_parts_and_two_threads_changes_nothing(monkeypatch):
+    cfg = t.ToyLMConfig(**SMALL)
+    policy, ref, critic = (t.TinyCausalLM(cfg, gen()), t.TinyCausalLM(cfg, gen(1)),
+                           t.TinyCritic(cfg, gen(2)))
+    critic.params["value_head.weight"].data[:] = gen(3).normal(size=(8, 1))
+    go = lambda: t.collect_rollouts(policy, ref, critic, PROMPTS, 4, EOS, rng=gen(4))
+    whole = go()
+    monkeypatch.setattr(t, "TWO_THREADS_FROM", 0)
+    monkeypatch.setattr(t, "CHUNK_TOKENS", 3)
+    parts = go()
+    for name in ("tokens", "mask", "logp_old", "logp_ref", "values_old"):
+        near(getattr(parts, name), getattr(whole, name))
+    assert np.ptp(whole.values_old) > 0
+
 def test_policy_and_critic_in_two_threads_learn_the_same(monkeypatch):
     one = update(minibatch_rows=2, ent_coef=0.1)
     monkeypatch.setattr(t, "TWO_THREADS_FROM", 0)

@@ -6,12 +6,10 @@
 
 Thesis: a language model is a policy whose actions are tokens. Score whole responses with a learnt
 reward, charge every token for its distance from a frozen reference, and climb the sum with clipped
-policy gradients. All of it is here, on NumPy arrays, and runs on a laptop in seconds.
+policy gradients. All of it is here, on NumPy arrays, to be read from top to bottom.
 
     python tinyrlhf.py             the demo: fine-tuning (SFT), reward model, PPO, what it changed
     python tinyrlhf.py estimate    the four models at 7B: memory, time (examples/estimator.py)
-
-Read from top to bottom; nothing is used before it is defined.
 
     0  shared guards               5  masked mean, whitening, KL    10  PPO's settings, rollout
     1  autograd                    6  rewards and advantages        11  the PPO update
@@ -132,7 +130,7 @@ def check_scores(scores, rows, name="scores"):
 
 def kernel(function, reorder=True):
     """numba.njit: compiled at its first call, cached on disk where a cache can be written.
-    Sums may be reordered for SIMD, NaN and infinity keep their meaning. One thread: same bits."""
+    Sums may be reordered for SIMD, NaN and infinity keep their meaning; no threads inside."""
     fastmath = {"contract", "nsz"} | ({"reassoc"} if reorder else set())
     options = {"fastmath": fastmath, "nogil": True, "error_model": "numpy"}  # x / 0 is inf
     try:
@@ -143,10 +141,10 @@ def kernel(function, reorder=True):
 CHUNK_TOKENS = 1024  # of a pass of the update or the scoring, or one row: what fits the cache
 TWO_THREADS_FROM = 200_000  # numbers in an array; narrower work waits for Python's lock instead
 BLAS = ctypes.CDLL(np._core._multiarray_umath.__file__)  # finds what NumPy is linked to
+
 def at_once(width, first, second):
-    """first() and second(), which change nothing in common, in two threads -> both results.
-    NumPy and the kernels use one core, but for matrix products: these get one thread each too, or
-    four would fight for two cores. If `width` (of an array) is small, one after the other."""
+    """first() and second(), which change nothing in common -> both results; in two threads if their
+    arrays, of `width` numbers, are large. Matrix products then get one thread each, as all else."""
     set_threads = getattr(BLAS, "scipy_openblas_set_num_threads64_", None)  # None: another BLAS
     if set_threads is None or width < TWO_THREADS_FROM:
         return first(), second()
@@ -663,7 +661,7 @@ def clip_grad_norm(params, max_norm):
 @op
 @np.errstate(invalid="ignore")  # whatever stands in a masked-out slot
 def categorical(logits, ids, temperature=1.0, name="tokens"):
-    """logits (..., V), ids (...) -> (2, ...): log p of each id, and the entropy, in one pass."""
+    """logits (..., V), ids (...) -> (2, ...): log p of each id, and the entropy."""
     V, T = logits.shape[-1], as_number(temperature, "temperature", 0.0, above=True)
     need_shape(np.shape(ids) == logits.shape[:-1], "log-probs", "(..., V) and (...)",
                logits=logits, **{name: ids})
@@ -1109,8 +1107,8 @@ def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
     diagnostics. A few rows at a time; a chunk's mean is weighted by its share of the tokens, so the
     split changes nothing. The loss is a sum: policy and critic learn from a term each."""
     length = np.asarray(roll.mask).sum(axis=1)
-    apart, size = not {*policy.parameters()} & {*critic.parameters()}, roll.tokens[rows].size
-    chunks = row_chunks(rows, roll.tokens.shape[1])
+    T, apart = roll.tokens.shape[1], not {*policy.parameters()} & {*critic.parameters()}
+    chunks = row_chunks(rows, T)
     shares = [float(length[chunk].sum() / length[rows].sum()) for chunk in chunks]
     def learn(loss_on):
         seen = []
@@ -1120,7 +1118,7 @@ def accumulate(policy, critic, roll, rows, advantages, returns, cfg, ptx_batch):
             seen.append(numbers)
         return np.array(seen)  # (chunks, diagnostics)
     of_policy, of_critic = at_once(
-        apart * size * policy.cfg.d_model,  # one after the other if they share a trunk
+        apart * len(rows) * T * policy.cfg.d_model,  # one after the other if they share a trunk
         lambda: learn(lambda chunk: policy_loss(policy, roll, chunk, advantages, cfg)),
         lambda: learn(lambda chunk: critic_loss(critic, roll, chunk, returns, cfg)))
     if cfg.ptx_coef:
@@ -1188,6 +1186,8 @@ def load_checkpoint(path, arrays, settings, rng):
     try:
         with np.load(path, allow_pickle=False) as f:
             read = {name: f[name] for name in ("meta", *arrays)}
+        if any(read[name].shape != a.shape for name, a in arrays.items()):
+            raise ValueError("its arrays have other shapes than those of these models")
         meta = json.loads(str(read["meta"]))
         history = [PPOStats(**stats) for stats in meta["history"]]
         theirs, beta, t, state = (meta[key] for key in ("settings", "beta", "t", "rng"))

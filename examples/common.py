@@ -244,6 +244,19 @@ def figures_row(name, runs):
             "{fraction:12.1%}{least:8.1%}").format(name=name, least=least, **middle)
 
 
+def figures_table(run, cases, seeds, steps):
+    """A line for each name -> settings of cases: run(seed, *settings) over the seeds."""
+    title(f"PPO, {steps} steps of 64 responses, from one reference: medians of {seeds} seeds")
+    print(figures_row("", []))
+    table = {}
+    for name, how in cases.items():
+        table[name] = [run(seed, *how) for seed in range(seeds)]
+        print(figures_row(name, table[name]), flush=True)
+    print("KiB: weights of policy, critic and reference, each array once; gradient and Adam's m, v"
+          "\nof what is trained. of optimum: (J - J_ref) / (J* - J_ref), all responses listed.")
+    show_fractions(table)
+
+
 def show_fractions(table):
     """name -> figures of several seeds: what each seed reached."""
     print("\nof optimum, seed by seed")

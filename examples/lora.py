@@ -29,8 +29,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tinyrlhf as t  # noqa: E402
-from common import (Parser, at_least, figures_row, lumpy_model, ppo_figures,  # noqa: E402
-                    show_fractions, title)
+from common import (Parser, at_least, figures_table, lumpy_model, ppo_figures,  # noqa: E402
+                    title)
 from estimator import ARCHS, count_params, four_models, lora_params  # noqa: E402
 
 VOCAB, LENGTH, BETA, STEPS = 6, 4, 0.5, 80
@@ -115,19 +115,6 @@ CASES = {"full": (0, FULL_LR), "rank 1": (1, LORA_LR), "rank 4": (4, LORA_LR),
          "rank 16, near uniform reference": (16, LORA_LR, 0)}  # rank, learning rate, std
 
 
-def toy_table(seeds):
-    """Full PPO and three ranks on one reference; then a reference that has learnt nothing."""
-    title(f"PPO, {STEPS} steps of 64 responses, from one reference: medians of {seeds} seeds")
-    print(figures_row("", []))
-    table = {}
-    for name, how in CASES.items():
-        table[name] = [run(seed, *how) for seed in range(seeds)]
-        print(figures_row(name, table[name]), flush=True)
-    print("KiB: weights of policy, critic and reference, each array once; gradient and Adam's m, v"
-          "\nof what is trained. of optimum: (J - J_ref) / (J* - J_ref), all responses listed.")
-    show_fractions(table)
-
-
 def real_table():
     """The same models at 7B, by the formulas of estimator.py: full, and rank 16 on every matrix."""
     title("The same at 7B: bytes of the models in GB, bf16 with fp32 Adam, rank 16 on every matrix")
@@ -147,7 +134,7 @@ def main():
     """The toy's table, then 7B."""
     parser = Parser(description="LoRA on policy and critic, the reference being their base.")
     parser.add_argument("--seeds", type=at_least(1), default=2, help="of the table (default 2)")
-    toy_table(parser.parse_args().seeds)
+    figures_table(run, CASES, parser.parse_args().seeds, STEPS)
     real_table()
 
 

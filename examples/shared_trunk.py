@@ -24,8 +24,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tinyrlhf as t  # noqa: E402
-from common import (EOS, PROMPT, Parser, at_least, count_good, figures_row,  # noqa: E402
-                    flat_grad, lumpy_model, ppo_figures, show_fractions, title)
+from common import (EOS, PROMPT, Parser, at_least, count_good, figures_table,  # noqa: E402
+                    flat_grad, lumpy_model, ppo_figures, title)
 
 VOCAB, LENGTH, BETA, STEPS = 6, 4, 0.5, 80
 HEAD = ("value_head.weight", "value_head.bias")
@@ -98,15 +98,7 @@ def main():
     parser = Parser(description="Policy and critic on one trunk with two heads.")
     parser.add_argument("--seeds", type=at_least(1), default=2, help="of the table (default 2)")
     seeds = parser.parse_args().seeds
-    title(f"PPO, {STEPS} steps of 64 responses, from one reference: medians of {seeds} seeds")
-    print(figures_row("", []))
-    table = {}
-    for name, how in CASES.items():
-        table[name] = [run(seed, *how) for seed in range(seeds)]
-        print(figures_row(name, table[name]), flush=True)
-    print("KiB: weights of policy, critic and reference, each array once; gradient and Adam's m, v"
-          "\nof what is trained. of optimum: (J - J_ref) / (J* - J_ref), all responses listed.")
-    show_fractions(table)
+    figures_table(run, CASES, seeds, STEPS)
     title("The gradients that meet in the one trunk, after 10 steps (norms, medians of the seeds)")
     print(f"{'':34}{'of the policy':>15}{'c_v x value loss':>18}{'ratio':>8}")
     for name, (shared, *how) in CASES.items():
