@@ -543,6 +543,12 @@ def test_misuse_of_the_models():
     refuses(lambda: t.score_sequences(model, TOKENS, np.eye(3, 9)[:2]), "token_mask", "(2, 9)")
     refuses(lambda: t.score_sequences(model, TOKENS, np.eye(3, 9, -1)), "row 0")
 
+def test_attention_neither_overflows_nor_lets_a_hidden_key_drown_the_seen_ones():
+    """One head of width 1, q = 1: key 1 beats key 0 by 2,000 nats, and key 2 by log 3."""
+    keys, values = [0.0, 2000.0, 2000 - math.log(3)], [1.0, 2.0, 6.0]
+    qkv = np.stack([np.ones(3), keys, values], axis=1)[None]  # (1, 3, 3)
+    near(t.attention(qkv, n_heads=1)[0, :, 0], [1, 2, 3 / 4 * 2 + 1 / 4 * 6])
+
 # ---------------------------------------------------------------------------- 3 Adam
 # holds B61 (dtype of gradients), B66 (clipping)
 
