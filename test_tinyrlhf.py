@@ -705,6 +705,23 @@ def test_sampling_equals_a_slow_loop_row_by_row(filters):
         near(got.logp[b], np.pad(logp, (start - 1, 14 - end)), 1e-10)
         assert got.ended[b] == (ids[-1] == EOS)
 
+@pytest.mark.parametrize("going", ["110", "0110", "1000", "01010011", "1111", "00000001"])
+def test_the_cache_keeps_the_rows_that_go_on(going):
+    """Whatever order they then stand in: keep() returns it, and keys and lengths follow it."""
+    rows = np.array([c == "1" for c in going])
+    cache = t.KVCache(t.ToyLMConfig(5, 3, 4, 2, 2), len(rows))
+    cache.data[...], cache.lengths[:] = gen().random(cache.data.shape), np.arange(len(rows))
+    before = cache.data.copy()
+    order = cache.keep(rows)
+    assert sorted(order) == np.flatnonzero(rows).tolist() == sorted(cache.lengths)
+    assert (cache.lengths == order).all() and (cache.data == before[:, order]).all()
+
+@pytest.mark.parametrize("dtype", [np.uint64, np.uint8, np.int32])
+def test_prompts_of_any_integer_dtype(dtype):
+    got = t.sample(build(), [np.array([1, 2], dtype), np.array([3], dtype)], 2, EOS, rng=gen())
+    assert got.tokens.dtype == np.int64
+    assert (got.tokens == t.sample(build(), [[1, 2], [3]], 2, EOS, rng=gen()).tokens).all()
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_recorded_log_probs_equal_the_scoring_pass(temperature):
     lm = build(dtype="float32")
