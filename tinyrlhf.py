@@ -436,8 +436,8 @@ def _gelu_outer(x, t, y):
 def _gelu_vjp(g, x, t, dx):
     half, c, cubic = g.dtype.type(0.5), g.dtype.type(GELU_C), g.dtype.type(GELU_C * 3 * 0.044715)
     for i in range(g.size):
-        slope = half * x[i] * (c + cubic * x[i] * x[i])  # times 1 - t^2
-        dx[i] = g[i] * (half + half * t[i] + slope - slope * t[i] * t[i])
+        slope = (half - half * t[i] * t[i]) * x[i] * (c + cubic * x[i] * x[i])
+        dx[i] = g[i] * (half + half * t[i] + slope)
 
 @op
 def gelu(x):
