@@ -14,10 +14,10 @@ which the model learns to say hardly ever. Of a long text five million character
 
 Found, with Python 3.11's manual (417,746 characters, 102 different):
 - SFT: held-out loss 4.725 -> 1.786 nats a character; characters counted one by one give 3.229.
-- PPO: 3.22 e a response become .59 and the score goes from -1.12 to 1.69, for 5.09 nats of KL. It
+- PPO: 3.22 e a response become .66 and the score goes from -1.12 to 1.67, for 5.17 nats of KL. It
   turns to words without e and misspells others, in English as rough as a model this small writes.
-- The price is on the text: held-out loss 1.786 -> 1.894. With ptx_coef=0 in CFG it is 2.033, for
-  .30 e a response, a score of 2.10 and 5.22 nats: more score, and twice the damage.
+- The price is on the text: held-out loss 1.786 -> 1.897. With ptx_coef=0 in CFG it is 2.033, for
+  .34 e a response, a score of 2.03 and 5.01 nats: more score, and twice the damage.
 One seed, and float32: another version of Python has another manual and another machine another
 rounding, so other figures (under an earlier rounding PPO had .96 e, 1.35 and a loss of 1.868).
 """
