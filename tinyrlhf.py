@@ -186,7 +186,7 @@ class Tensor:
     """A float32 or float64 array that remembers how it was made; its operations are attached below.
     Tensor(data) copies data; ints become float32. loss.backward() adds dloss/dx to x.grad for every
     x made with requires_grad=True, and for no other; set x.grad = None to start anew."""
-    __array_ufunc__ = None  # subtle: without it, ndarray * Tensor is an object array of Tensors
+    __array_ufunc__ = None  # subtle: without it, ndarray * Tensor is an array, its gradient lost
     def __init__(self, data, requires_grad=False):
         self.data = np.array(as_float(data, "Tensor: data"), order="C")
         self.grad = None
@@ -316,8 +316,7 @@ Tensor.max = lambda a, axis=None, keepdims=False: reduce(a, f=np.max, axis=axis,
 Tensor.mean = lambda a, axis=None, keepdims=False: (
     (s := a.sum(axis, keepdims)) * (s.data.size / max(a.data.size, 1)))
 Tensor.reshape = lambda a, *shape: reshape(a, shape=shape[0] if np.ndim(shape) > 1 else shape)
-Tensor.transpose = lambda a, *axes: transpose(
-    a, axes=axes[0] if np.ndim(axes) > 1 else axes or None)
+Tensor.transpose = lambda a, *to: transpose(a, axes=to[0] if np.ndim(to) > 1 else to or None)
 
 def grad_check(f, tensors):
     """Compare backward with central differences; returns the largest relative error of a tensor.
@@ -370,14 +369,15 @@ def _add_bias(y, bias):
 @op
 def linear(x, weight, bias=0.0):
     """x (..., I) @ weight (I, O) + bias (O,) -> (..., O), as one flat matrix product."""
+    need_shape(x.shape[-1:] == weight.shape[:1] and np.shape(bias) in ((), weight.shape[1:]),
+               "linear", "(..., I), (I, O), (O,)", x=x, weight=weight, bias=bias)
     rows = x.reshape(-1, len(weight))
     y = rows @ weight
     _add_bias(y, bias)
-    def vjp(g):
+    def vjp(g):  # ones @ g is faster than g.sum(axis=0)
         g = g.reshape(y.shape)
-        dbias = np.ones(len(g), g.dtype) @ g  # faster than g.sum(axis=0)
-        return (g @ weight.T).reshape(x.shape), rows.T @ g, dbias
-    return y.reshape(*x.shape[:-1], -1), vjp
+        return (g @ weight.T).reshape(x.shape), rows.T @ g, np.ones(len(g), g.dtype) @ g
+    return y.reshape(*x.shape[:-1], weight.shape[1]), vjp
 
 @kernel
 def _layer_norm(x, weight, bias, eps, xhat, inverse_std, y):
@@ -408,6 +408,8 @@ def _layer_norm_vjp(g, weight, xhat, inverse_std, dx, dweight, dbias):
 @op
 def layer_norm(x, weight, bias, eps=1e-5):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis; Ba et al. 2016."""
+    need_shape(x.shape[-1:] == weight.shape == bias.shape, "layer_norm", "(..., D), (D,), (D,)",
+               x=x, weight=weight, bias=bias)
     rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
     xhat, inverse_std, y = np.empty_like(rows), np.empty_like(rows[:, 0]), np.empty_like(rows)
     _layer_norm(rows, weight, bias, eps, xhat, inverse_std, y)
@@ -675,11 +677,11 @@ def clip_grad_norm(params, max_norm):
 @np.errstate(invalid="ignore")  # whatever stands in a masked-out slot
 def categorical(logits, ids, temperature=1.0, name="tokens"):
     """logits (..., V), ids (...) -> (2, ...): log p of each id, and the entropy."""
-    V, T = logits.shape[-1], as_number(temperature, "temperature", 0.0, above=True)
+    V, tau = logits.shape[-1], as_number(temperature, "temperature", 0.0, above=True)
     need_shape(np.shape(ids) == logits.shape[:-1], "log-probs", "(..., V) and (...)",
                logits=logits, **{name: ids})
     x, ids = np.ascontiguousarray(logits).reshape(-1, V), as_ids(ids, V, name).ravel()
-    z, chosen = (x - x.max(axis=1, keepdims=True)) / x.dtype.type(T), (np.arange(len(x)), ids)
+    z, chosen = (x - x.max(axis=1, keepdims=True)) / x.dtype.type(tau), (np.arange(len(x)), ids)
     p = np.exp(z)
     norm = p @ np.ones((V, 1), p.dtype)  # the sum of each row
     p /= norm
@@ -688,14 +690,14 @@ def categorical(logits, ids, temperature=1.0, name="tokens"):
     np.maximum(z, np.finfo(z.dtype).min, out=z)  # 0 log 0 = 0, also where a logit is -inf
     entropy = -np.einsum("nv,nv->n", p, z)
     def vjp(g):
-        # d log p_a / dz_v = 1[v = a] - p_v        dH / dz_v = -p_v (log p_v + H)        z = x / T
+        # d log p_a / dz_v = 1[v = a] - p_v        dH / dz_v = -p_v (log p_v + H)        z = x / tau
         g_logp, g_entropy = g.reshape(2, -1, 1)
         dz = -g_logp * p
         if g_entropy.any():
             dz -= g_entropy * p * (z + entropy[:, None])
         dz[chosen] += g_logp[:, 0]
         dz[(g_logp == 0)[:, 0] & (g_entropy == 0)[:, 0]] = 0  # whatever a masked-out slot held
-        return ((dz / T).reshape(logits.shape),)
+        return ((dz / tau).reshape(logits.shape),)
     return np.stack([logp, entropy]).reshape(2, *logits.shape[:-1]), vjp
 
 def log_probs_and_entropy(logits, tokens, temperature=1.0, name="tokens"):
@@ -1227,17 +1229,16 @@ def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), 
         scores = reward_fn(roll.tokens.copy(), token_mask)
         scores = check_scores(scores, len(roll.tokens), "the reward of reward_fn")
         roll.seconds["scoring"] += time.perf_counter() - began
-        stats = ppo_update(policy, critic, opt, roll, scores, beta, cfg, rng=rng,
-                           ptx_batch=ptx_batch)
-        history.append(stats)
+        s = ppo_update(policy, critic, opt, roll, scores, beta, cfg, rng=rng, ptx_batch=ptx_batch)
+        history.append(s)
         if cfg.kl_target is not None:
-            beta = AdaptiveKLController(beta, cfg.kl_target, cfg.kl_horizon).update(stats.kl)
+            beta = AdaptiveKLController(beta, cfg.kl_target, cfg.kl_horizon).update(s.kl)
         if checkpoint is not None:
             save_checkpoint(checkpoint, arrays, {
                 "settings": settings, "history": [asdict(s) for s in history], "beta": beta,
                 "t": opt.t, "rng": rng.bit_generator.state})
         if on_step is not None:
-            on_step(step, stats)
+            on_step(step, s)
     return history
 
 # ======================================================== 13. the exact answer, by enumeration
@@ -1348,8 +1349,7 @@ def train_reward_model(policy, rng):
     chosen_less_rejected = lambda rows: (score(a, rows) - score(b, rows)) * sign[rows]
     fit(model, 2e-3, 250, lambda: reward_model_loss(
         chosen_less_rejected(rng.choice(1500, 64)), np.zeros(64)))
-    with no_grad():
-        agrees = chosen_less_rejected(slice(1500, None)).data > 0
+    agrees = chosen_less_rejected(slice(1500, None)).data > 0
     return model.frozen_copy(), agrees.mean(), np.maximum(p_first, 1 - p_first)[1500:].mean()
 
 def show_samples(title, policy, ref, reward, beta):
