@@ -88,7 +88,7 @@ def as_number(x, name, low=-math.inf, high=math.inf, above=False, whole=False):
     """x itself if it is finite and low <= x <= high (low < x if above; an integer if whole)."""
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     if (not isinstance(x, kinds) or isinstance(x, bool) or not math.isfinite(x)
-            or not low <= x <= high or above and x == low):
+            or not low <= x <= high or (above and x == low)):
         kind, bound = "an integer" if whole else "a finite number", "above" if above else "from"
         raise ValueError(f"{name} must be {kind} {bound} {low} to {high}, got {x!r}")
     return x
@@ -138,11 +138,11 @@ def kernel(function, reorder=True):
         return numba.njit(**options)(function)
 
 CHUNK_TOKENS = 1024  # of a pass of the update or the scoring, or one row: what fits the cache
-TWO_THREADS_FROM = 200_000  # numbers in an array; narrower work waits for Python's lock instead
+TWO_THREADS_FROM = 200_000  # numbers in an array; narrower work would wait for Python's lock
 BLAS = ctypes.CDLL(np._core._multiarray_umath.__file__)  # finds what NumPy is linked to
-malloc_option = getattr(BLAS, "mallopt", lambda option, size: None)  # glibc's: keep freed memory,
-malloc_option(-3, 2**25)  # M_MMAP_THRESHOLD    not give it back page by page: a toy update is 1.09
-malloc_option(-1, 2**30)  # M_TRIM_THRESHOLD    times as fast, gae 1.8 times; holds for the process
+malloc_option = getattr(BLAS, "mallopt", lambda option, size: None)  # glibc's, for the process
+malloc_option(-3, 2**25)  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: freed memory is kept for the next
+malloc_option(-1, 2**30)  # arrays, and a toy update is 1.09 times as fast, gae 1.8 times
 
 def at_once(width, first, second):
     """first() and second(), which change nothing in common -> both results; in two threads if their
@@ -767,7 +767,7 @@ Samples = namedtuple("Samples", "tokens token_mask logp ended")  # (B, T) (B, T)
 
 def sample(policy, prompts, max_new_tokens, eos_id, *, rng, temperature=1.0, top_k=None, top_p=None,
            pad_id=None):
-    """Sample responses token by token through a KV cache -> Samples; T = P + N, needed or not.
+    """Sample responses token by token through a KV cache -> Samples; T is P + N in any case.
     N passes one after the other, each reading every weight for one token a row: PPO's slow part.
     prompts: (B, P) ids, or lists of different lengths. A row ends with eos_id, which token_mask
     includes, or after max_new_tokens, and is filled up with pad_id (default eos_id). logp is of the
@@ -1017,7 +1017,7 @@ class PPOConfig:
                     raise ValueError(f"{name} must be True or False, got {value!r}")
             elif value is not None or f.default is not None:  # None only where it is the default
                 high = 1.0 if f.name in ("gamma", "lam") else math.inf
-                low = int(whole or f.name == "kl_horizon")
+                low = 1 if whole or f.name == "kl_horizon" else 0
                 as_number(value, name, low, high, above=f.name in above, whole=whole)
         if self.kl_target is not None and self.beta == 0:
             raise ValueError("PPOConfig: kl_target needs beta > 0: the controller multiplies it")
