@@ -11,7 +11,7 @@ policy gradients. All of it is here, on NumPy arrays, to be read from top to bot
     python tinyrlhf.py             the demo: fine-tuning (SFT), reward model, PPO, what it changed
     python tinyrlhf.py estimate    the four models at 7B: memory, time (examples/estimator.py)
 
-    0  shared guards               5  masked mean, whitening, KL    10  PPO's settings, rollout
+    0  guards, compiling, threads  5  masked mean, whitening, KL    10  PPO's settings, rollout
     1  autograd                    6  rewards and advantages        11  the PPO update
     2  transformer                 7  the two clipped losses        12  the training loop
     3  Adam, gradient clipping     8  the KL controller             13  the exact answer
@@ -65,8 +65,8 @@ from pathlib import Path
 import numba
 import numpy as np
 
-# ======================================================== 0. shared guards
-# A user's mistake ends in one sentence with the numbers in it, before anything is changed.
+# ======================================================== 0. guards, compiling, threads
+# A user's mistake ends in one sentence, before anything is changed. Behind the guards: speed only.
 
 def as_float(x, name):
     """Any real numbers -> a float32 or float64 array; ints, bools and float16 become float32."""
@@ -438,7 +438,7 @@ def _gelu_outer(x, t, y):
 def _gelu_vjp(g, x, t, dx):
     half, c, cubic = g.dtype.type(0.5), g.dtype.type(GELU_C), g.dtype.type(GELU_C * 3 * 0.044715)
     for i in range(g.size):
-        slope = (half - half * t[i] * t[i]) * x[i] * (c + cubic * x[i] * x[i])
+        slope = (half - half * t[i] * t[i]) * x[i] * (c + cubic * x[i] * x[i])  # x/2 dt/dx
         dx[i] = g[i] * (half + half * t[i] + slope)
 
 @op
@@ -1229,16 +1229,16 @@ def train_ppo(policy, ref, critic, prompts, reward_fn, eos_id, cfg=PPOConfig(), 
         scores = reward_fn(roll.tokens.copy(), token_mask)
         scores = check_scores(scores, len(roll.tokens), "the reward of reward_fn")
         roll.seconds["scoring"] += time.perf_counter() - began
-        s = ppo_update(policy, critic, opt, roll, scores, beta, cfg, rng=rng, ptx_batch=ptx_batch)
-        history.append(s)
+        history.append(ppo_update(policy, critic, opt, roll, scores, beta, cfg, rng=rng,
+                                  ptx_batch=ptx_batch))
         if cfg.kl_target is not None:
-            beta = AdaptiveKLController(beta, cfg.kl_target, cfg.kl_horizon).update(s.kl)
+            beta = AdaptiveKLController(beta, cfg.kl_target, cfg.kl_horizon).update(history[-1].kl)
         if checkpoint is not None:
             save_checkpoint(checkpoint, arrays, {
                 "settings": settings, "history": [asdict(s) for s in history], "beta": beta,
                 "t": opt.t, "rng": rng.bit_generator.state})
         if on_step is not None:
-            on_step(step, s)
+            on_step(step, history[-1])
     return history
 
 # ======================================================== 13. the exact answer, by enumeration
