@@ -314,6 +314,14 @@ def test_op_value_dtype_and_gradient(op):
     upstream = gen(8).standard_normal(np.shape(want))
     grad_check(lambda: (run() * upstream).sum(), *leaves.values())
 
+def test_log_softmax_of_large_numbers():
+    """p = (1/4, 3/4) by logits that exp cannot take; the gradient of log p_0 is 1 - p_0, -p_1."""
+    x = leaf([2000.0, 2000.0 + math.log(3)])
+    y = t.log_softmax(x)
+    near(y, np.log([1 / 4, 3 / 4]))
+    y[0].backward()
+    near(x.grad, [3 / 4, -3 / 4])
+
 def test_grad_check_measures_a_wrong_gradient():
     """y = x * const(x): the analytic slope is x, the numeric one 2x."""
     x = leaf([1.0, 3.0])
